@@ -1,0 +1,137 @@
+"""MiniMax-M3's forward as a Flax module tree, one for every member of the family.
+
+Letters in shapes, here and in the other files:
+    B batch · T new tokens · S cached tokens · D model · N query heads · K kv heads · G = N / K ·
+    H head dim · R rotary pairs · I index dim · M blocks of a sequence · C block size · P picked blocks ·
+    E experts · X experts per token · F feed-forward · V vocabulary · L layers
+A star (`*T`) stands for any leading axes. Source of the maths: arXiv 2606.13392 and transformers'
+`minimax_m3_vl`.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from mmx_jax.attention import Attention, Step
+from mmx_jax.cache import LayerPages, Pages, make_pages
+from mmx_jax.config import ModelConfig
+from mmx_jax.moe import MLP, MoE
+from mmx_jax.params import RMSNorm, Weight
+from mmx_jax.rope import rope_tables
+from pallas_kernels.ops import Ops
+from pallas_kernels.paging import PagedRows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerTrace:
+    """What one layer did, for parity tests and research; None where the layer has no such part.
+
+    `experts` are in the router's order; `blocks` ascend, with -1 in unused slots.
+    """
+
+    hidden: Float[Array, "B T D"]  # the layer's input
+    experts: Int[Array, "B T X"] | None
+    expert_weights: Float[Array, "B T X"] | None
+    blocks: Int[Array, "B T K P"] | None
+
+
+class Layer(nnx.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, config: ModelConfig, index: int, format: str, *, rngs: nnx.Rngs):
+        c = config
+        self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs=rngs)
+        self.attention = Attention(c, c.sparse_layers[index], format, rngs=rngs)
+        self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs=rngs)
+        if c.moe_layers[index]:
+            self.moe = MoE(c, format, rngs=rngs)
+        else:
+            self.mlp = MLP(c, c.dense_intermediate_size, format, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], pages: LayerPages, step: Step
+    ) -> tuple[Float[Array, "B T D"], LayerPages, LayerTrace]:
+        hidden = x
+        with jax.named_scope("attention"):
+            attended, pages, blocks = self.attention(self.input_norm(x), pages, step)
+            x = x + attended
+        normed = self.post_norm(x)
+        if hasattr(self, "mlp"):
+            with jax.named_scope("mlp"):
+                return (
+                    x + self.mlp(normed, step.ops).astype(x.dtype),
+                    pages,
+                    LayerTrace(hidden, None, None, blocks),
+                )
+        with jax.named_scope("moe"):
+            flat = normed.reshape(-1, x.shape[-1])
+            out, routing = self.moe(flat, step.rows.valid.reshape(-1), step.ops)
+        experts, weights = (a.reshape(*x.shape[:2], -1) for a in (routing.experts, routing.weights))
+        x = x + out.reshape(x.shape).astype(x.dtype)
+        return x, pages, LayerTrace(hidden, experts, weights, blocks)
+
+
+class M3(nnx.Module):
+    """The language model. `format` names the weights' entry in `FORMATS`; it is the compute dtype too."""
+
+    def __init__(self, config: ModelConfig, format: str, *, rngs: nnx.Rngs):
+        c = config
+        self.config = c
+        self.embed = Weight((c.vocab_size, c.hidden_size), format, rngs=rngs)
+        self.layers = nnx.List([Layer(c, i, format, rngs=rngs) for i in range(c.num_layers)])
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs=rngs)
+        self.head = Weight((c.vocab_size, c.hidden_size), format, rngs=rngs)
+
+    def __call__(
+        self, tokens: Int[Array, "B T"], pages: Pages, step: Step
+    ) -> tuple[Float[Array, "B T D"], Pages, tuple[LayerTrace, ...]]:
+        """Hidden states after the last layer, before the final norm."""
+        x = self.embed.tensor().dequantize()[tokens]
+        new_pages, traces = [], []
+        for i, layer in enumerate(self.layers):
+            with jax.named_scope(f"layer_{i}"):
+                x, layer_pages, trace = layer(x, pages[i], step)
+            new_pages.append(layer_pages)
+            traces.append(trace)
+        return x, tuple(new_pages), tuple(traces)
+
+    def logits(self, hidden: Float[Array, "*T D"], ops: Ops) -> Float[Array, "*T V"]:
+        """Final norm and head, in float32."""
+        with jax.named_scope("head"):
+            return ops.qmatmul(self.norm(hidden), self.head.tensor())
+
+
+def abstract_model(config: ModelConfig, format: str) -> M3:
+    """The module tree with shapes in place of arrays."""
+    return nnx.eval_shape(lambda: M3(config, format, rngs=nnx.Rngs(0)))
+
+
+def forward(
+    model: M3, tokens: Int[Array, "B S"], ops: Ops | None = None, pages: Pages | None = None
+) -> tuple[Float[Array, "B S V"], tuple[LayerTrace, ...]]:
+    """Logits in float32 at every position of whole sequences, and what each layer did. Pure; no cache stays.
+
+    Differentiable in every parameter with `jax.grad`; the gradients of the indexer's weights and of the
+    router's bias are exactly zero, because all they do is a discrete choice. `pages` may give the memory the
+    keys are kept in (one page per block and row): whatever it holds reaches neither result nor gradient.
+    """
+    ops = ops or Ops()
+    c = model.config
+    n_rows, length = tokens.shape
+    n_blocks = -(-length // c.block_size)
+    tables = rope_tables(c, length)
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    rows = PagedRows(
+        page_table=jnp.arange(n_rows * n_blocks).reshape(n_rows, n_blocks),
+        positions=positions,
+        lengths=jnp.full(n_rows, length),
+        n_blocks=n_blocks,
+    )
+    if pages is None:
+        pages = make_pages(c, n_rows * n_blocks, model.embed.tensor().dequantize().dtype)
+    hidden, _, traces = model(tokens, pages, Step(rows, *tables.at(positions), ops))
+    return model.logits(hidden, ops), traces

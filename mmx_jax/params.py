@@ -1,0 +1,77 @@
+"""How weights are held in the module tree, and the tree's parameters by name."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from pallas_kernels.qk_norm_rope.reference import rms_norm
+from pallas_kernels.qtensor import FORMATS, QTensor
+
+
+class Weight(nnx.Module):
+    """A weight `[..., F, D]`, output features by inputs, in a format of `FORMATS`.
+
+    Each buffer of the format is an attribute, an `nnx.Param` of its own. A new weight is normal with
+    standard deviation 1 / sqrt(D), which keeps the activations of a random model in range.
+    """
+
+    def __init__(self, shape: Sequence[int], format: str, *, rngs: nnx.Rngs):
+        self.shape = tuple(shape)
+        self.format = format
+        self.set(jax.random.normal(rngs.params(), self.shape) * self.shape[-1] ** -0.5)
+
+    def set(self, values: Array) -> None:
+        """Replace the weight by `values`, quantised to its format."""
+        for name, buffer in FORMATS[self.format].quantize(values).items():
+            setattr(self, name, nnx.Param(buffer))
+
+    def tensor(self) -> QTensor:
+        """The weight as the operations take it."""
+        buffers = {name: getattr(self, name)[...] for name in FORMATS[self.format].buffers}
+        return QTensor(self.format, self.shape, buffers)
+
+
+class RMSNorm(nnx.Module):
+    """Gemma's RMSNorm, (1 + weight) * x / rms(x), in float32 and rounded once. The weight stays float32."""
+
+    def __init__(self, dim: int, eps: float, *, rngs: nnx.Rngs):
+        self.weight = nnx.Param(jax.random.normal(rngs.params(), (dim,)) * 0.1)
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
+        return rms_norm(x, self.weight[...], self.eps).astype(x.dtype)
+
+
+def parameters(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every parameter of an (abstract) model by its path, such as `layers.3.attention.q`.
+
+    A `Weight` is one parameter whatever buffers it has, with its logical shape.
+    """
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for path, module in nnx.iter_modules(model):
+        prefix = "".join(f"{part}." for part in path)
+        if isinstance(module, Weight):
+            found[prefix[:-1]] = jax.ShapeDtypeStruct(module.shape, FORMATS[module.format].dtype)
+        else:
+            found |= {
+                prefix + name: jax.ShapeDtypeStruct(value.shape, value.dtype)
+                for name, value in vars(module).items()
+                if isinstance(value, nnx.Param)
+            }
+    return found
+
+
+def assign(model: nnx.Module, path: str, values: Array) -> None:
+    """Set the parameter at `path` (as `parameters` names it)."""
+    *parents, name = path.split(".")
+    node = model
+    for part in parents:
+        node = node[int(part)] if part.isdigit() else getattr(node, part)  # pyright: ignore[reportIndexIssue]
+    target = getattr(node, name)
+    if isinstance(target, Weight):
+        target.set(values)
+    else:
+        setattr(node, name, nnx.Param(values))
