@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
