@@ -110,17 +110,16 @@ class Engine:
         if bad := [i for i in stop_ids if not 0 <= i < config.vocab_size]:
             raise InputError(f"stop id {bad[0]} is outside the vocabulary of {config.vocab_size}")
         self.config, self.mesh, self.batch, self.max_length = config, mesh, batch, max_length
+        self.stop_ids = tuple(stop_ids)
         self.blocks_per_row = -(-max_length // config.block_size)
         if chunks is None:
             chunks = (config.block_size, LARGE_CHUNK) if max_length > LARGE_CHUNK else (config.block_size,)
         self.chunks = [(batch if i == 0 else 1, length) for i, length in enumerate(chunks)]
         self.steps = sorted(steps)
         self.rope = jax.device_put(rope_tables(config, max_length), sharding(mesh))
-        self.programs = self._compile(model, ops, tuple(stop_ids), progress)
+        self.programs = self._compile(model, ops, progress)
 
-    def _compile(
-        self, model: M3, ops: Ops, stop_ids: tuple[int, ...], progress: Progress
-    ) -> dict[str, Program]:
+    def _compile(self, model: M3, ops: Ops, progress: Progress) -> dict[str, Program]:
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
         place = sharding(self.mesh)
@@ -137,7 +136,7 @@ class Engine:
         state_args = abstract((leaves, self.rope, jax.eval_shape(new_pages)))
         jobs: dict[str, tuple[Callable, tuple]] = {"new pages": (new_pages, ())}
         for n in self.steps:
-            function = partial(decode, ops=ops, stop_ids=stop_ids, steps=n)
+            function = partial(decode, ops=ops, stop_ids=self.stop_ids, steps=n)
             jobs[f"decode {n}"] = on_leaves(function), (*state_args, abstract(self.idle_batch()))
         for shape in self.chunks:
             jobs[f"prefill {shape}"] = (

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, DTypeLike
 
 
@@ -55,5 +56,9 @@ class QTensor:
         return FORMATS[self.format].dequantize(self.buffers)
 
     def expert(self, index: Array) -> "QTensor":
-        """The weight of one expert: every buffer has the experts on its first axis."""
-        return QTensor(self.format, self.shape[1:], {name: b[index] for name, b in self.buffers.items()})
+        """The weight of one expert: every buffer has the experts on its first axis.
+
+        The barrier keeps XLA from converting all experts at once ahead of a loop over some of them.
+        """
+        buffers = lax.optimization_barrier({name: b[index] for name, b in self.buffers.items()})
+        return QTensor(self.format, self.shape[1:], buffers)

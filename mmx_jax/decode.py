@@ -1,0 +1,283 @@
+"""The command: continue a prompt with a checkpoint. Text to stdout, everything else to stderr."""
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mmx_jax import versions
+from mmx_jax.errors import InputError, MmxError
+
+if TYPE_CHECKING:
+    from mmx_jax.generate import Completion, Event, Model
+    from mmx_jax.loading import Source
+
+DEMO_PROMPT = "Hello, world"
+MAX_BATCH = 32
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InputError(message)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = _Parser(
+        prog="python -m mmx_jax.decode",
+        description="Continue a prompt with a MiniMax-M3 checkpoint. Without arguments: a demo with random weights.",
+    )
+    p.add_argument("--checkpoint", metavar="DIR", help="directory with config.json and *.safetensors")
+    prompt = p.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", metavar="TEXT", help="plain text; control markers in it stay text")
+    prompt.add_argument(
+        "--prompt-file",
+        metavar="F",
+        help="one prompt; or, if F ends in .jsonl, a JSON value per line and prompt: a text, a list of ids, or"
+        ' {"prompt": text}, {"prompt_ids": [..]}, {"messages": [..]}',
+    )
+    prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids; needs no tokenizer")
+    prompt.add_argument(
+        "--messages", metavar="F.json", help='chat messages, or {"messages": [..], "tools": [..]}'
+    )
+    p.add_argument("--thinking-mode", choices=["enabled", "disabled", "adaptive"], help="with --messages")
+    p.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    p.add_argument("--max-length", type=int, metavar="L", help="capacity: prompt and answer (default: what is needed)")
+    p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    p.add_argument("--top-k", type=int, metavar="K")
+    p.add_argument("--top-p", type=float, metavar="P")
+    p.add_argument("--min-p", type=float, metavar="P")
+    p.add_argument("--repetition-penalty", type=float, metavar="R")
+    p.add_argument("--seed", type=int, metavar="S")
+    p.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="texts that end the answer")
+    p.add_argument("--ignore-eos", action="store_true", help="go on after a stop id")
+    p.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
+    p.add_argument("--kernels", default="auto", help="auto (default), reference, pallas or interpret")
+    p.add_argument("--attention", default="sparse", help="sparse (default) or dense")
+    p.add_argument("--layers", type=int, metavar="N", help="run only the first N layers")
+    p.add_argument("--logprobs", type=int, metavar="K", help="log-probabilities with K alternatives (needs --json)")
+    p.add_argument("--json", action="store_true", help="one JSON object per prompt to stdout")
+    p.add_argument("--plan", action="store_true", help="print what would be loaded and compiled, and stop")
+    p.add_argument("--version", action="store_true", help="print versions and devices, and stop")
+    return p
+
+
+class _Bars:
+    """A progress bar per stage on stderr; nothing when stderr is not a terminal."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True)
+        self.bar: Progress | None = None
+        self.stage = ""
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if not self.console.is_terminal:
+            return
+        if stage != self.stage:
+            self.close()
+            count = DownloadColumn() if stage == "loading" else MofNCompleteColumn()
+            self.bar = Progress(
+                TextColumn(f"{stage:10}"), BarColumn(), count, TimeRemainingColumn(), console=self.console, transient=True
+            )
+            self.bar.start()
+            self.bar.add_task(stage, total=total)
+            self.stage = stage
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done, total=total)
+            if done >= total:
+                self.close()
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+        self.bar, self.stage = None, ""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code. Bad input is one line on stderr and code 2."""
+    bars = _Bars()
+    try:
+        return _run(parser().parse_args(argv), bars)
+    except MmxError as error:
+        bars.close()
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        bars.close()
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader went away; Python would complain again while closing stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(args: argparse.Namespace, bars: _Bars) -> int:
+    if args.version:
+        print(versions.report())
+        return 0
+    for problem in versions.mismatches(versions.installed()):
+        print(f"warning: {problem}", file=sys.stderr)
+    # JAX's own default leaves a quarter of the GPU unused; it reads this when the first device is touched.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    import jax
+
+    from mmx_jax.generate import SamplingParams
+    from mmx_jax.loading import Demo, Settings, Source
+    from mmx_jax.plan import print_plan
+
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmx_jax" / "programs"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+
+    sampling = SamplingParams(**{f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams)})
+    settings = Settings(args.dtype, args.kernels, args.attention, args.layers)
+    if args.checkpoint is None:
+        print(
+            "demo: a tiny model with random weights, so the answer is noise; --checkpoint DIR runs a real one",
+            file=sys.stderr,
+        )
+        source: Source = Demo(settings)
+    else:
+        source = Source(args.checkpoint, settings)
+    if args.plan:
+        print_plan(source, 1, args.max_length or source.default_length, bars)
+        return 0
+    if args.logprobs is not None and not args.json:
+        raise InputError("--logprobs needs --json, which is where they are printed")
+    prompts = _prompts(args, source)
+    start = time.perf_counter()
+    length = args.max_length or max(map(len, prompts)) + args.max_new_tokens
+    model = source.load(
+        batch=min(len(prompts), MAX_BATCH),
+        max_length=min(length, source.config.max_position) if args.max_length is None else length,
+        progress=bars,
+    )
+    ready = time.perf_counter()
+    done: dict[int, Completion] = {}
+    for event in model.events(prompts, sampling, bars):
+        if event.completion is not None:
+            done[event.index] = event.completion
+        if args.json:
+            if event.completion is not None:
+                _print_json(event.completion)
+        elif len(prompts) == 1:
+            _print_piece(event, model)
+        elif event.completion is not None:
+            print(f"[{event.index}] {_text(event.completion, model)}", flush=True)
+    _print_statistics(list(done.values()), ready - start, time.perf_counter() - ready)
+    return 0
+
+
+def _prompts(args: argparse.Namespace, source: "Source") -> list[list[int]]:
+    """The prompts as token ids."""
+    if args.thinking_mode and not (args.messages or args.prompt_file):
+        raise InputError("--thinking-mode needs --messages")
+    thinking = args.thinking_mode or "adaptive"
+    if args.prompt is not None:
+        return [_encode(source, args.prompt)]
+    if args.prompt_ids is not None:
+        try:
+            return [[int(i) for i in args.prompt_ids.split(",")]]
+        except ValueError:
+            raise InputError(f"--prompt-ids {args.prompt_ids!r}: expected integers with commas") from None
+    if args.messages is not None:
+        return [_render(source, _json(args.messages, _read(args.messages)), thinking, args.messages)]
+    if args.prompt_file is not None:
+        text = _read(args.prompt_file)
+        if not args.prompt_file.endswith(".jsonl"):
+            return [_encode(source, text)]
+        lines = [(f"{args.prompt_file}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        if not lines:
+            raise InputError(f"{args.prompt_file}: no prompts in it")
+        return [_one_of_many(source, _json(where, line), thinking, where) for where, line in lines]
+    if args.checkpoint is None:
+        return [_encode(source, DEMO_PROMPT)]
+    raise InputError("no prompt: give --prompt, --prompt-file, --prompt-ids or --messages")
+
+
+def _one_of_many(source: "Source", value: Any, thinking: str, where: str) -> list[int]:
+    if isinstance(value, dict) and "messages" in value:
+        return _render(source, value, thinking, where)
+    if isinstance(value, dict) and len(value) == 1:
+        value = value.get("prompt", value.get("prompt_ids"))
+    if isinstance(value, str):
+        return _encode(source, value)
+    if isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
+        return value
+    raise InputError(
+        f'{where}: expected a text, a list of ids, {{"prompt": text}}, {{"prompt_ids": [..]}} or'
+        ' {"messages": [..]}'
+    )
+
+
+def _encode(source: "Source", text: str) -> list[int]:
+    if source.tokenizer is None:
+        raise InputError(f"{source.path}: no tokenizer.json; give the prompt as --prompt-ids")
+    return source.tokenizer.encode(text)
+
+
+def _render(source: "Source", value: Any, thinking: str, where: str) -> list[int]:
+    if source.chat is None or source.tokenizer is None:
+        raise InputError(f"{source.path}: messages need its tokenizer.json and chat_template.jinja")
+    request = value if isinstance(value, dict) else {"messages": value}
+    messages = request.get("messages")
+    if not isinstance(messages, list) or request.keys() - {"messages", "tools"}:
+        raise InputError(f'{where}: expected a list of messages, or {{"messages": [..], "tools": [..]}}')
+    return source.chat.encode(source.tokenizer, messages, tools=request.get("tools"), thinking_mode=thinking)
+
+
+def _read(name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InputError(f"{name}: {reason}") from None
+
+
+def _json(where: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error})") from None
+
+
+def _text(completion: "Completion", model: "Model") -> str:
+    """What stands for the answer on stdout: its text, or its ids where there is no tokenizer."""
+    return completion.text if model.tokenizer is not None else " ".join(map(str, completion.token_ids))
+
+
+def _print_piece(event: "Event", model: "Model") -> None:
+    if model.tokenizer is not None:
+        print(event.text, end="\n" if event.completion else "", flush=True)
+    elif event.completion is not None:
+        print(_text(event.completion, model), flush=True)
+
+
+def _print_json(completion: "Completion") -> None:
+    fields = dataclasses.asdict(completion)
+    if completion.logprobs is not None:
+        fields["logprobs"] = [token._asdict() for token in completion.logprobs]
+    print(json.dumps(fields, ensure_ascii=False), flush=True)
+
+
+def _print_statistics(done: "list[Completion]", load_seconds: float, run_seconds: float) -> None:
+    prompt = sum(c.stats["prompt_tokens"] for c in done)
+    new = sum(c.stats["new_tokens"] for c in done)
+    decode_seconds = max(c.stats["decode_seconds"] for c in done)
+    print(
+        f"{prompt} prompt tokens, {new} new tokens in {run_seconds:.2f} s"
+        f" ({new / max(decode_seconds, 1e-9):.1f} tokens/s decoding); ready after {load_seconds:.1f} s",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""From a directory to a model: everything is checked and compiled before the first weight is read."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmx_jax import chat, tokenizer
+from mmx_jax.chat import ChatTemplate
+from mmx_jax.config import ModelConfig, bundled, read_json
+from mmx_jax.engine import Engine, Program, Progress, silent
+from mmx_jax.errors import ConfigError, InputError, KernelError
+from mmx_jax.generate import Model, SamplingParams
+from mmx_jax.mesh import make_mesh, sharding
+from mmx_jax.model import M3, abstract_model
+from mmx_jax.params import assign, parameters
+from mmx_jax.plan import memory_plan
+from mmx_jax.tokenizer import Tokenizer
+from mmx_jax.weights import LoadPlan, open_checkpoint, plan_load
+from pallas_kernels.ops import Ops, resolve
+
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+ATTENTION = ("sparse", "dense")
+DEFAULT_MAX_LENGTH = 4096
+END_OF_TURN = "[e~["
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Which model to make of a checkpoint; see `load`."""
+
+    dtype: str = "bfloat16"
+    kernels: str = "auto"
+    attention: str = "sparse"
+    layers: int | None = None  # run only the first so many
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype {self.dtype!r}: expected {', '.join(DTYPES)}")
+        object.__setattr__(self, "dtype", DTYPES[self.dtype])
+        if self.attention not in ATTENTION:
+            raise InputError(f"attention {self.attention!r}: expected {' or '.join(ATTENTION)}")
+
+
+class Source:
+    """A checkpoint directory (or a bare config file) as `Settings` read it; reading checks everything.
+
+    Raises ConfigError, CheckpointError, TokenizerError, ChatError, InputError or KernelError with one line
+    that names the file, tensor, key or value.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], settings: Settings):
+        self.path, self.settings = Path(path), settings
+        if not self.path.exists():
+            raise InputError(_missing(os.fspath(path)))
+        self.is_directory = self.path.is_dir()
+        config = (ModelConfig.from_dir if self.is_directory else ModelConfig.from_file)(self.path)
+        if settings.layers is not None:
+            config = config.first_layers(settings.layers)
+        if settings.attention == "dense":
+            config = config.with_dense_attention()
+        self.config = config
+        self.default_length = min(config.max_position, DEFAULT_MAX_LENGTH)
+        try:
+            self.ops: Ops = resolve(settings.kernels)
+        except ValueError as error:
+            raise KernelError(str(error)) from None
+        self.model = abstract_model(config, settings.dtype)
+        self.mesh: Mesh = make_mesh()
+
+    @cached_property
+    def weights(self) -> LoadPlan:
+        """Which tensor of which file fills which parameter."""
+        indexer = self.settings.attention == "sparse"
+        checkpoint = open_checkpoint(self.path)
+        return plan_load(checkpoint, parameters(self.model), layers=self.settings.layers, indexer=indexer)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        return tokenizer.load(self.path) if self._has("tokenizer.json") else None
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        if self._has("chat_template.jinja") or "chat_template" in self._json("tokenizer_config.json"):
+            return chat.load(self.path)
+        return None
+
+    @cached_property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The union of what generation config, config and tokenizer config say, else the end of a turn."""
+        generation = _token_ids(self._json("generation_config.json"), "eos_token_id")
+        ids = [*generation, *self.config.eos_token_ids]
+        if self.tokenizer is not None:
+            text = self._json("tokenizer_config.json").get("eos_token")
+            text = text.get("content") if isinstance(text, Mapping) else text
+            named = self.tokenizer.token_id(text) if isinstance(text, str) else None
+            if named is not None:
+                ids.append(named)
+            if not ids and (end := self.tokenizer.token_id(END_OF_TURN)) is not None:
+                ids.append(end)
+        return tuple(dict.fromkeys(ids))
+
+    @cached_property
+    def sampling(self) -> SamplingParams:
+        """The checkpoint's sampling defaults; greedy where it has none or says not to sample."""
+        data = self._json("generation_config.json")
+        if data.get("do_sample") is False:
+            return SamplingParams()
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        values: dict[str, Any] = {name: data[name] for name in names if data.get(name) is not None}
+        if data.get("do_sample") and "temperature" not in values:
+            values["temperature"] = 1.0
+        try:
+            return SamplingParams(**values)
+        except InputError as error:
+            raise ConfigError(f"{self.path / 'generation_config.json'}: {error}") from None
+
+    def programs(self, batch: int, max_length: int, progress: Progress = silent) -> dict[str, Program]:
+        """The programs, compiled for as few layers as show every kind of layer there is.
+
+        Scratch memory is reused from layer to layer, so theirs is the whole model's.
+        """
+        kinds = list(zip(self.config.moe_layers, self.config.sparse_layers, strict=True))
+        shortest = max(kinds.index(kind) for kind in set(kinds)) + 1
+        model = abstract_model(self.config.first_layers(shortest), self.settings.dtype)
+        return self.engine(model, batch, max_length, progress).programs
+
+    def load(self, batch: int = 1, max_length: int | None = None, progress: Progress = silent) -> Model:
+        """Compile, then read the weights one parameter at a time, each straight to its device."""
+        plan = self.weights
+        max_length = self.default_length if max_length is None else max_length
+        memory_plan(self.model, batch, max_length).check(self.mesh)
+        engine = self.engine(self.model, batch, max_length, progress)
+        done = 0
+        for path in plan.paths:
+            progress("loading", done, plan.nbytes)
+            assign(self.model, path, jax.device_put(plan.read(path), sharding(self.mesh)).block_until_ready())
+            done += plan.source_bytes(path)
+        progress("loading", plan.nbytes, plan.nbytes)
+        return Model(self.model, engine, self.ops, self.tokenizer, self.chat, self.sampling)
+
+    def engine(self, model: M3, batch: int, max_length: int, progress: Progress) -> Engine:
+        return Engine(
+            model,
+            self.ops,
+            self.mesh,
+            batch=batch,
+            max_length=max_length,
+            stop_ids=self.stop_ids,
+            progress=progress,
+        )
+
+    @property
+    def has_weights(self) -> bool:
+        return self.is_directory and any(self.path.glob("*.safetensors*"))
+
+    def _has(self, name: str) -> bool:
+        return self.is_directory and (self.path / name).is_file()
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return read_json(self.path / name) if self._has(name) else {}
+
+
+class Demo(Source):
+    """The built-in stand-in for a checkpoint: `configs/tiny.json`, seeded random weights, a byte tokenizer."""
+
+    def __init__(self, settings: Settings):
+        super().__init__(bundled("tiny.json"), settings)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return tokenizer.byte_level()
+
+    def load(self, batch: int = 1, max_length: int | None = None, progress: Progress = silent) -> Model:
+        engine = self.engine(self.model, batch, max_length or self.default_length, progress)
+        tree = M3(self.config, self.settings.dtype, rngs=nnx.Rngs(0))
+        return Model(tree, engine, self.ops, self.tokenizer, None, self.sampling)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    *,
+    max_length: int | None = None,
+    batch: int = 1,
+    dtype: str = "bfloat16",
+    kernels: str = "auto",
+    attention: str = "sparse",
+    layers: int | None = None,
+    progress: Progress = silent,
+) -> Model:
+    """Load a checkpoint for `batch` sequences of up to `max_length` tokens, prompt and answer together.
+
+    dtype: "bfloat16" or "float32", of weights and activations; kernels: "auto", "reference", "pallas" or
+    "interpret"; attention: "sparse", or "dense" to turn block selection off; layers: only the first so many.
+    A process that shares its GPU memory fraction with no one should set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
+    before JAX is imported: the default of 0.75 wastes a quarter of the device.
+
+    Raises a subclass of MmxError that names the file, tensor, key or value, before any weight is read.
+    """
+    return Source(directory, Settings(dtype, kernels, attention, layers)).load(batch, max_length, progress)
+
+
+def _missing(path: str) -> str:
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        return (
+            f"{path}: no such directory; it looks like the name of a repository on a hub: download it first"
+            f" (hf download {path} --local-dir DIR) and give the directory"
+        )
+    return f"{path}: no such file or directory"
+
+
+def _token_ids(data: Mapping[str, Any], key: str) -> list[int]:
+    value = data.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ConfigError(f"generation_config.json: {key} is {value!r}: expected token ids")
+    return ids

@@ -1,0 +1,82 @@
+"""What a model and its state take in memory, by kind, before anything is allocated."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mmx_jax.cache import make_pages
+from mmx_jax.errors import InputError
+from mmx_jax.model import M3
+from mmx_jax.params import parameters
+from pallas_kernels.qtensor import FORMATS
+
+# Kind of a parameter -> a part of its path; the first that fits counts.
+WEIGHT_KINDS = {
+    "norms": "norm.",
+    "embedding": "embed",
+    "output head": "head",
+    "indexer": ".attention.indexer.",
+    "attention": ".attention.",
+    "dense MLP": ".mlp.",
+    "router": ".moe.router.",
+    "routed experts": ".moe.experts.",
+    "shared experts": ".moe.shared.",
+}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Parameters and bytes by kind of weight, and bytes by kind of state. One device holds everything."""
+
+    parameters: dict[str, int]
+    weight_bytes: dict[str, int]
+    state_bytes: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.weight_bytes.values()) + sum(self.state_bytes.values())
+
+    def check(self, mesh: Mesh) -> None:
+        """Raise InputError if the device cannot hold the model and its state."""
+        device = mesh.devices.flat[0]
+        limit = device_bytes(device)
+        if self.total > limit:
+            raise InputError(
+                f"the model and its state take {self.total / 1e9:.1f} GB and {device} has {limit / 1e9:.1f} GB:"
+                " ask for fewer layers, a smaller max_length or batch (--plan shows what takes how much)"
+            )
+
+
+def device_bytes(device: jax.Device) -> int:
+    """Memory that programs can use on a device; a CPU's is the machine's."""
+    stats: dict[str, Any] = device.memory_stats() or {}
+    return stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory_plan(model: M3, batch: int, max_length: int) -> MemoryPlan:
+    """The plan for `batch` sequences of up to `max_length` tokens."""
+    c = model.config
+    counts = dict.fromkeys(WEIGHT_KINDS, 0)
+    sizes = dict.fromkeys(WEIGHT_KINDS, 0)
+    for path, spec in parameters(model).items():
+        kind = next(kind for kind, part in WEIGHT_KINDS.items() if part in path)
+        counts[kind] += math.prod(spec.shape)
+        sizes[kind] += math.prod(spec.shape) * spec.dtype.itemsize
+    blocks = -(-max_length // c.block_size)
+    pages = jax.eval_shape(lambda: make_pages(c, batch * blocks, FORMATS[model.embed.format].dtype))
+
+    def nbytes(tree: Any) -> int:
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+    state = {
+        "K and V pages": nbytes([(p.k, p.v) for p in pages]),
+        "index key pages": nbytes([p.index_k for p in pages]),
+        "rotary tables": max_length * c.rotary_dim * 4,
+        "batch state": batch * (c.vocab_size + 4 * blocks),
+    }
+    used = [kind for kind, count in counts.items() if count]
+    return MemoryPlan({k: counts[k] for k in used}, {k: sizes[k] for k in used}, state)

@@ -1,0 +1,61 @@
+"""`--plan`: what would be loaded, the memory by kind and device, and the programs; for people to read."""
+
+from rich.console import Console
+from rich.table import Table
+
+from mmx_jax.engine import Progress
+from mmx_jax.loading import Source
+from mmx_jax.plan import device_bytes, memory_plan
+
+
+def print_plan(source: Source, batch: int, max_length: int, progress: Progress) -> None:
+    """Check everything that can be checked without reading weights, and print it to stdout."""
+    out = Console(highlight=False, soft_wrap=True)
+    c = source.config
+    out.print(
+        f"{source.path}: {c.num_layers} layers ({sum(c.sparse_layers)} block-sparse, {sum(c.moe_layers)} with"
+        f" {c.num_experts} experts), dtype {source.settings.dtype}, attention {source.settings.attention}"
+    )
+    if source.has_weights:
+        plan = source.weights
+        formats = ", ".join(f"{count} x {name}" for name, count in sorted(plan.format_counts.items()))
+        out.print(f"to read: {_size(plan.nbytes)} in {len(plan.paths)} parameters ({formats})")
+        for reason, names in plan.skipped.items():
+            out.print(f"skipped: {len(names)} tensors, {reason}")
+    else:
+        out.print("to read: nothing, there are no weights here")
+    out.print(f"stop ids: {', '.join(map(str, source.stop_ids)) or 'none'}")
+
+    device = source.mesh.devices.flat[0]
+    memory = memory_plan(source.model, batch, max_length)
+    table = Table("kind", title=f"batch {batch}, {max_length} tokens")
+    for heading in ("parameters", "bytes", str(device)):
+        table.add_column(heading, justify="right")
+    for kind, size in memory.weight_bytes.items():
+        table.add_row(kind, f"{memory.parameters[kind]:,}", f"{size:,}", _size(size))
+    weights, parameters = sum(memory.weight_bytes.values()), sum(memory.parameters.values())
+    table.add_row("all weights", f"{parameters:,}", f"{weights:,}", _size(weights), end_section=True)
+    for kind, size in memory.state_bytes.items():
+        table.add_row(kind, "", f"{size:,}", _size(size))
+    table.add_row("all", "", f"{memory.total:,}", f"{_size(memory.total)} of {_size(device_bytes(device))}")
+    out.print(table)
+
+    table = Table("operation", "implementation")
+    for name, implementation in source.ops.table().items():
+        table.add_row(name, implementation)
+    out.print(table)
+
+    table = Table("program")
+    for heading in ("arguments", "scratch"):
+        table.add_column(heading, justify="right")
+    for name, program in source.programs(batch, max_length, progress).items():
+        table.add_row(name, program.shapes, _size(program.temp_bytes))
+    out.print(table)
+
+
+def _size(n_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.2f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.2f} TB"
