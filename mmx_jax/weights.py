@@ -1,0 +1,572 @@
+"""Checkpoint tensors: safetensors headers, source names -> parameter paths, and the source formats' decoders.
+
+Owns: mapping the files of a checkpoint, the table of source names, the check that every tensor is used
+exactly once or skipped for a stated reason, and the arithmetic from a source format to a working dtype.
+Refuses to know: the configuration, jax, devices, storage formats. The caller says which parameters it wants.
+"""
+
+import functools
+import json
+import math
+import mmap
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from mmx_jax.errors import CheckpointError
+
+_DTYPES: dict[str, np.dtype] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(np.uint8),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
+_WORKING_DTYPES = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.float64))
+_MAX_HEADER = 100_000_000  # the limit of the safetensors library
+_LISTED = 20  # names of one kind that an error message spells out
+
+
+# --- Files ---
+
+
+class TensorInfo(NamedTuple):
+    """Where a tensor lies: bytes `begin` to `end` of `file`, counted from the start of the file."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The tensors of one directory, mapped into memory; `tensors` goes by the names in the files."""
+
+    directory: Path
+    tensors: dict[str, TensorInfo]
+    _maps: dict[Path, mmap.mmap] = field(repr=False)
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as a read-only view of the mapped file (F8_E8M0 as uint8)."""
+        info = self.tensors[name]
+        dtype = _DTYPES[info.dtype]
+        count = (info.end - info.begin) // dtype.itemsize
+        return np.frombuffer(self._maps[info.file], dtype, count, info.begin).reshape(info.shape)
+
+    def release(self, name: str) -> None:
+        """Give the tensor's pages back to the system; views stay valid and read the file again."""
+        info = self.tensors[name]
+        begin = info.begin - info.begin % mmap.PAGESIZE
+        if info.end > info.begin:
+            self._maps[info.file].madvise(mmap.MADV_DONTNEED, begin, info.end - begin)
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Map the safetensors files of `directory` and check their headers; no tensor is read.
+
+    The files are the shards of `model.safetensors.index.json` where it exists, else `model.safetensors`, else
+    every `*.safetensors`. Raises CheckpointError naming the file, and the tensor where there is one.
+    """
+    index = directory / "model.safetensors.index.json"
+    single = directory / "model.safetensors"
+    listed: dict[str, str] = {}
+    if index.is_file():
+        listed = _read_index(index)
+        files = [directory / shard for shard in sorted(set(listed.values()))]
+        for file in files:
+            if not file.is_file():
+                raise CheckpointError(f"{index}: names the shard {file.name}, which is not in the directory")
+    else:
+        files = [single] if single.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory}: no *.safetensors file in this directory")
+    tensors: dict[str, TensorInfo] = {}
+    maps: dict[Path, mmap.mmap] = {}
+    for file in files:
+        maps[file], found = _open_file(file)
+        for name, info in found.items():
+            if name in tensors:
+                raise CheckpointError(f"{file}: tensor {name} is also in {tensors[name].file.name}")
+            tensors[name] = info
+    for name, shard in listed.items():
+        if name not in tensors or tensors[name].file != directory / shard:
+            raise CheckpointError(
+                f"{index}: says that tensor {name} is in {shard}, which does not contain it"
+            )
+    return Checkpoint(directory, tensors, maps)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(k for k in keys if keys.count(k) > 1)!r} appears twice")
+    return result
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_bytes(), object_pairs_hook=_unique)
+    except ValueError as error:
+        raise CheckpointError(f"{index}: not a JSON index: {error}") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: has no `weight_map` from tensor names to file names")
+    return weight_map
+
+
+def _open_file(file: Path) -> tuple[mmap.mmap, dict[str, TensorInfo]]:
+    size = file.stat().st_size
+    if size < 8:
+        raise CheckpointError(f"{file}: {size} bytes long: cut short, or not a safetensors file")
+    with file.open("rb") as handle:
+        mapped = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    if mapped[:24] == b"version https://git-lfs.":
+        raise CheckpointError(f"{file}: a Git LFS pointer, not the tensors; fetch them with `git lfs pull`")
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    if start > 8 + _MAX_HEADER:
+        raise CheckpointError(f"{file}: header length {start - 8} is absurd: not a safetensors file")
+    if start > size:
+        raise CheckpointError(f"{file}: cut short: the header ends at byte {start}, the file at {size}")
+    try:
+        header = json.loads(mapped[8:start], object_pairs_hook=_unique)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: the header is not JSON: {error}") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file}: the header is not a JSON object")
+    header.pop("__metadata__", None)
+    tensors = {name: _tensor_info(file, name, entry, start) for name, entry in header.items()}
+    end = start
+    for name, info in sorted(tensors.items(), key=lambda item: item[1][3:]):
+        if info.begin != end:
+            fault = "overlaps the tensor before it" if info.begin < end else "leaves a gap before it"
+            raise CheckpointError(
+                f"{file}: tensor {name} {fault} (byte {info.begin - start}, not {end - start})"
+            )
+        end = info.end
+    if end > size:
+        raise CheckpointError(f"{file}: cut short: the header describes {end} bytes, the file has {size}")
+    if end < size:
+        raise CheckpointError(f"{file}: {size - end} bytes at the end belong to no tensor")
+    return mapped, tensors
+
+
+def _tensor_info(file: Path, name: str, entry: Any, start: int) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if type(dtype) is not str or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise ValueError("a string and whole numbers would do")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: tensor {name}: bad dtype, shape or data_offsets: {error}") from error
+    if dtype not in _DTYPES:
+        raise CheckpointError(f"{file}: tensor {name}: unknown dtype {dtype}; known are {', '.join(_DTYPES)}")
+    nbytes = math.prod(shape) * _DTYPES[dtype].itemsize
+    if end - begin != nbytes:
+        raise CheckpointError(
+            f"{file}: tensor {name}: offsets {begin} to {end}, but {dtype} {list(shape)} takes {nbytes} bytes"
+        )
+    return TensorInfo(file, dtype, shape, start + begin, start + end)
+
+
+# --- Names ---
+
+# Parameter path (below `layers.L.` where the parameter belongs to a layer) -> where it may come from: first
+# the released name, then the one of transformers' text-only save. `{e}` is one tensor per expert, stacked
+# here; `[gate]` and `[up]` are the first and the last half of a fused tensor's rows.
+_SOURCES: dict[str, tuple[str, ...]] = {
+    "embed": ("embed_tokens.weight",),
+    "input_norm.weight": ("input_layernorm.weight",),
+    "attention.q": ("self_attn.q_proj.weight",),
+    "attention.k": ("self_attn.k_proj.weight",),
+    "attention.v": ("self_attn.v_proj.weight",),
+    "attention.o": ("self_attn.o_proj.weight",),
+    "attention.q_norm.weight": ("self_attn.q_norm.weight",),
+    "attention.k_norm.weight": ("self_attn.k_norm.weight",),
+    "attention.indexer.q": ("self_attn.index_q_proj.weight", "self_attn.indexer.q_proj.weight"),
+    "attention.indexer.k": ("self_attn.index_k_proj.weight", "self_attn.indexer.k_proj.weight"),
+    "attention.indexer.q_norm.weight": ("self_attn.index_q_norm.weight", "self_attn.indexer.q_norm.weight"),
+    "attention.indexer.k_norm.weight": ("self_attn.index_k_norm.weight", "self_attn.indexer.k_norm.weight"),
+    "post_norm.weight": ("post_attention_layernorm.weight",),
+    "mlp.gate": ("mlp.gate_proj.weight", "mlp.gate_up_proj.weight[gate]"),
+    "mlp.up": ("mlp.up_proj.weight", "mlp.gate_up_proj.weight[up]"),
+    "mlp.down": ("mlp.down_proj.weight",),
+    "moe.router.weight": ("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+    "moe.router.bias": ("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+    "moe.experts.gate": ("block_sparse_moe.experts.{e}.w1.weight", "mlp.experts.gate_up_proj[gate]"),
+    "moe.experts.up": ("block_sparse_moe.experts.{e}.w3.weight", "mlp.experts.gate_up_proj[up]"),
+    "moe.experts.down": ("block_sparse_moe.experts.{e}.w2.weight", "mlp.experts.down_proj"),
+    "moe.shared.gate": (
+        "block_sparse_moe.shared_experts.gate_proj.weight",
+        "mlp.shared_experts.gate_up_proj.weight[gate]",
+    ),
+    "moe.shared.up": (
+        "block_sparse_moe.shared_experts.up_proj.weight",
+        "mlp.shared_experts.gate_up_proj.weight[up]",
+    ),
+    "moe.shared.down": (
+        "block_sparse_moe.shared_experts.down_proj.weight",
+        "mlp.shared_experts.down_proj.weight",
+    ),
+    "norm.weight": ("norm.weight",),
+    "head": ("lm_head.weight",),
+}
+_RANK = {suffix: rank for rank, suffix in enumerate(_SOURCES)}
+
+# Everything below goes by names without the prefix that the different ways to save a model put before them.
+_PREFIX = re.compile(r"^(language_model\.model|model\.language_model|language_model|model)\.")
+_INDEXER = re.compile(r"layers\.\d+\.self_attn\.index(er\.|_)")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_NOT_TEXT = {
+    re.compile(r"(vision_tower|multi_modal_projector|patch_merge_mlp)\."): "vision side: only text is served",
+    re.compile(r"mtp\."): "multi-token prediction is not implemented",
+}
+
+# The weight's dtype and its scale tensors with theirs -> source format.
+_FORMATS = {
+    ("BF16",): "BF16",
+    ("F16",): "F16",
+    ("F32",): "F32",
+    ("F8_E4M3", "_scale_inv F32"): "FP8 block",
+    ("F8_E4M3", "_scale_inv U8"): "MXFP8",
+    ("F8_E4M3", "_scale_inv F8_E8M0"): "MXFP8",
+    ("U8", "_scale F8_E4M3", "_scale_2 F32"): "NVFP4",
+}
+_UNDECODABLE = f"cannot be decoded (known: {'; '.join(' + '.join(key) for key in _FORMATS)})"
+
+
+class ShapeDtype(Protocol):
+    """What a parameter should be; `jax.ShapeDtypeStruct` is one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+class _Piece(NamedTuple):
+    """A source tensor and its scale tensors, by their names in the files."""
+
+    tensors: tuple[str, ...]
+    format: str
+    half: str  # which rows are meant: "gate", "up" or "" for all
+
+
+class _Parameter(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    per_expert: bool  # one piece for each expert, otherwise a single piece
+    pieces: tuple[_Piece, ...]
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Which tensors make up each parameter. `skipped` lists the tensors that are left out, by reason."""
+
+    checkpoint: Checkpoint
+    skipped: dict[str, list[str]]
+    _parameters: dict[str, _Parameter] = field(repr=False)
+
+    @property
+    def paths(self) -> list[str]:
+        """The parameter paths: embedding, layers in order, final norm, head."""
+        return list(self._parameters)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Path -> source format: BF16, F16, F32, FP8 block, MXFP8, NVFP4, or several joined by `+`."""
+        return {
+            path: "+".join(sorted({piece.format for piece in parameter.pieces}))
+            for path, parameter in self._parameters.items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that reading every parameter takes from the files."""
+        return sum(map(self.source_bytes, self._parameters))
+
+    def source_bytes(self, path: str) -> int:
+        """Bytes that `read(path)` takes from the files."""
+        total = 0
+        for piece in self._parameters[path].pieces:
+            infos = [self.checkpoint.tensors[name] for name in piece.tensors]
+            total += sum(info.end - info.begin for info in infos) // (2 if piece.half else 1)
+        return total
+
+    def read(self, path: str) -> np.ndarray:
+        """The parameter in its shape and dtype, decoded in fp32 and rounded once, to nearest even.
+
+        Takes host memory for the result and little more. Raises CheckpointError naming the tensor where a
+        value is NaN, infinite or beyond the range of fp32 or of the dtype.
+        """
+        parameter = self._parameters[path]
+        out = np.empty(parameter.shape, parameter.dtype)
+        targets = list(out) if parameter.per_expert else [out]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy works outside the lock: experts side by side
+            list(pool.map(self._read_piece, parameter.pieces, targets))
+        return out
+
+    def _read_piece(self, piece: _Piece, out: np.ndarray) -> None:
+        weight, *scales = (self.checkpoint.read(name) for name in piece.tensors)
+        # A stacked source is walked expert by expert, so that temporaries stay small.
+        for source, matrix in zip(weight, out, strict=True) if weight.ndim == 3 else [(weight, out)]:
+            if not _decode(piece, source, scales, matrix):
+                raise CheckpointError(self._fault(piece, out.dtype))
+        for name in piece.tensors:
+            self.checkpoint.release(name)
+
+    def _fault(self, piece: _Piece, dtype: np.dtype) -> str:
+        """Say which tensor of `piece` made a value that is not finite."""
+        for name in piece.tensors:
+            file, array = self.checkpoint.tensors[name].file, self.checkpoint.read(name)
+            if array.dtype == np.uint8:  # e8m0 scales; the packed e2m1 codes of NVFP4 are all numbers
+                if piece.format == "MXFP8" and (array == 255).any():
+                    return f"{file}: tensor {name} holds the scale byte 255, which is NaN; 0 to 254 would do"
+            elif not all(np.isfinite(row.astype(np.float32)).all() for row in np.atleast_1d(array)):
+                return f"{file}: tensor {name} holds NaN or infinity; every value must be finite"
+        name = piece.tensors[0]
+        file = self.checkpoint.tensors[name].file
+        return f"{file}: tensor {name} ({piece.format}) has values beyond the range of fp32 or {dtype}"
+
+
+def plan_load(
+    checkpoint: Checkpoint,
+    params: Mapping[str, ShapeDtype],
+    *,
+    layers: int | None = None,
+    indexer: bool = True,
+) -> LoadPlan:
+    """Find the source of every parameter in `params` (path -> shape and dtype); nothing is read yet.
+
+    `layers=N` skips the tensors of the layers from N on, `indexer=False` those of the indexer; the vision
+    side and MTP are always skipped. Raises one CheckpointError that lists every missing, duplicate,
+    mis-shaped, undecodable and unexpected tensor.
+    """
+    names: dict[str, list[str]] = {}
+    for name in checkpoint.tensors:
+        names.setdefault(_PREFIX.sub("", name), []).append(name)
+    finder = _Finder(checkpoint.tensors, {short: same[0] for short, same in names.items()})
+    parameters = {path: finder.parameter(path, params[path]) for path in sorted(params, key=_order)}
+    skipped: dict[str, list[str]] = {}
+    for short, same in names.items():
+        if short in finder.used:
+            if len(same) > 1:
+                finder.report("duplicate", " = ".join(same))
+        elif reason := _skip_reason(short, layers, indexer):
+            skipped.setdefault(reason, []).extend(same)
+        else:
+            for name in same:
+                finder.report("unexpected", name)
+    finder.raise_problems(checkpoint.directory)
+    return LoadPlan(checkpoint, skipped, parameters)
+
+
+def _order(path: str) -> tuple[float, int]:
+    layer = _LAYER.match(path)
+    if layer:
+        return int(layer[1]), _RANK[path[layer.end() :]]
+    return -1 if path == "embed" else math.inf, _RANK[path]
+
+
+def _skip_reason(short: str, layers: int | None, indexer: bool) -> str | None:
+    for pattern, reason in _NOT_TEXT.items():
+        if pattern.match(short):
+            return reason
+    layer = _LAYER.match(short)
+    if layer and layers is not None and int(layer[1]) >= layers:
+        return f"only the first {layers} layers were asked for"
+    if not indexer and _INDEXER.match(short):
+        return "dense attention was asked for"
+    return None
+
+
+class _Finder:
+    """Looks up the sources of parameters by short name and gathers what is wrong with them."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo], names: Mapping[str, str]):
+        self.tensors = tensors
+        self.names = names  # short name -> name in the files
+        self.used: set[str] = set()
+        self.problems: dict[str, dict[str, None]] = {}  # kind -> what, in order and without repetition
+
+    def report(self, kind: str, what: str) -> None:
+        self.problems.setdefault(kind, {})[what] = None
+
+    def parameter(self, path: str, wanted: ShapeDtype) -> _Parameter:
+        shape, dtype = tuple(wanted.shape), np.dtype(wanted.dtype)
+        if dtype not in _WORKING_DTYPES:
+            self.report(
+                "unsupported working dtype", f"{path} as {dtype} (bfloat16, float32 or float64 would do)"
+            )
+        layer = _LAYER.match(path)
+        stem = layer[0] if layer else ""
+        choices = []
+        for source in _SOURCES[path.removeprefix(stem)]:
+            name, _, half = source.removesuffix("]").partition("[")
+            per_expert = "{e}" in name
+            each = [stem + name.format(e=e) for e in range(shape[0])] if per_expert else [stem + name]
+            choices.append((each, shape[1:] if per_expert else shape, half))
+        present = [choice for choice in choices if any(name in self.names for name in choice[0])]
+        if len(present) > 1:
+            clash = [next(self.names[n] for n in each if n in self.names) for each, _, _ in present]
+            self.report("duplicate", " = ".join(clash))
+            self.used.update(name for each, _, _ in present for name in each)
+        each, piece_shape, half = (present or choices)[0]
+        pieces = []
+        for name in each:
+            if name in self.names:
+                pieces.append(self.piece(name, piece_shape, half))
+            else:
+                model = "" if name.startswith("lm_head") else "model."
+                self.report("missing", f"language_model.{model}{name}")
+        return _Parameter(shape, dtype, piece_shape != shape, tuple(pieces))
+
+    def piece(self, short: str, shape: tuple[int, ...], half: str) -> _Piece:
+        scales = [s for s in ("_scale_inv", "_scale", "_scale_2") if short + s in self.names]
+        shorts = [short, *(short + suffix for suffix in scales)]
+        self.used.update(shorts)
+        names = tuple(self.names[name] for name in shorts)
+        infos = [self.tensors[name] for name in names]
+        key = (infos[0].dtype, *(f"{s} {info.dtype}" for s, info in zip(scales, infos[1:], strict=True)))
+        label = _FORMATS.get(key)
+        if label is None:
+            scaled = f"scale tensors ({', '.join(key[1:])})" if scales else "no scale tensor"
+            self.report(_UNDECODABLE, f"{names[0]} ({key[0]} with {scaled})")
+            return _Piece(names, "", half)
+        if label == "NVFP4":
+            self.used.add(short.removesuffix("weight") + "input_scale")  # scales activations, not weights
+        if scales and (half or len(shape) != 2):
+            self.report(_UNDECODABLE, f"{names[0]} (a fused or stacked tensor with scale tensors)")
+        elif scales and label != "FP8 block" and shape[1] % _GROUP[label]:
+            self.report(_UNDECODABLE, f"{names[0]} (width {shape[1]}, not in groups of {_GROUP[label]})")
+        else:
+            if half:
+                shape = (*shape[:-2], 2 * shape[-2], shape[-1])
+            for name, info, right in zip(names, infos, _stored_shapes(label, shape), strict=True):
+                if info.shape != right:
+                    self.report("wrong shape", f"{name} {list(info.shape)}, not {list(right)}")
+        return _Piece(names, label, half)
+
+    def raise_problems(self, directory: Path) -> None:
+        if not self.problems:
+            return
+        parts = []
+        for kind, listed in sorted(self.problems.items()):
+            more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+            parts.append(f"{len(listed)} {kind}: {', '.join(list(listed)[:_LISTED])}{more}")
+        missing = self.problems.get("missing", ())
+        lost = [name for name in missing if _INDEXER.match(_PREFIX.sub("", name))]
+        if lost:
+            parts.append(
+                f"without indexer tensors such as {lost[0]} attention cannot be sparse; "
+                "dense attention has to be asked for explicitly (--attention dense)"
+            )
+        raise CheckpointError(f"{directory}: the tensors do not fit the model: {'; '.join(parts)}")
+
+
+# --- Formats ---
+
+_CHUNK = 1 << 17  # elements decoded at a time: temporaries stay in the cache
+_BLOCK = 128  # rows and columns that share a scale in the FP8 block format
+_GROUP = {"MXFP8": 32, "NVFP4": 16}  # consecutive elements of a row that share a scale
+_CODES = np.arange(256, dtype=np.uint8)
+_E4M3 = _CODES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_E2M1 = np.concatenate([_E2M1, -_E2M1])
+
+
+def _stored_shapes(label: str, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the weight and its scale tensors for a weight of the given shape."""
+    if label == "FP8 block":
+        return [shape, (-(-shape[0] // _BLOCK), -(-shape[1] // _BLOCK))]
+    if label == "MXFP8":
+        return [shape, (shape[0], shape[1] // _GROUP[label])]
+    if label == "NVFP4":
+        return [(shape[0], shape[1] // 2), (shape[0], shape[1] // _GROUP[label]), ()]
+    return [shape]
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(f"u{array.dtype.itemsize}")
+
+
+@functools.cache
+def _mxfp8_table(dtype: np.dtype) -> np.ndarray:
+    """[scale byte, code] -> e4m3 * 2^(byte - 127) in `dtype`; NaN for byte 255, infinity beyond fp32."""
+    with np.errstate(over="ignore"):
+        table = np.ldexp(_E4M3.astype(np.float64), _CODES[:, None].astype(np.int32) - 127).astype(np.float32)
+    table[255] = np.nan
+    return table.astype(dtype).ravel()
+
+
+@functools.cache
+def _nvfp4_table() -> np.ndarray:
+    """[scale code, byte] -> the two fp32 values e2m1 * e4m3 (exact), low nibble first, as one uint64."""
+    pairs = np.stack([_E2M1[_CODES & 15], _E2M1[_CODES >> 4]], axis=-1)
+    with np.errstate(invalid="ignore"):
+        return (_E4M3[:, None, None] * pairs).view(np.uint64).ravel()
+
+
+def _lookup(table: np.ndarray, scale: np.ndarray, codes: np.ndarray, out: np.ndarray) -> None:
+    """out[n, j] = table[256 * scale[n, j // group] + codes[n, j]]; scale and codes are bytes."""
+    index = np.empty(codes.shape, np.uint16)
+    grouped = (*scale.shape, codes.shape[1] // scale.shape[1])
+    high = scale.astype(np.uint16)[..., None] << 8
+    np.bitwise_or(codes.reshape(grouped), high, out=index.reshape(grouped))
+    np.take(table, index, out=out, mode="wrap")  # every index is in range; "raise" would copy `out`
+
+
+def _decode_rows(
+    label: str, rows: slice, weight: np.ndarray, scales: list[np.ndarray], out: np.ndarray
+) -> None:
+    """Decode `weight[rows]` into `out`."""
+    if label == "MXFP8":
+        # One lookup per element: exact whatever the processor does with subnormals, and rounded in the table.
+        _lookup(_bits(_mxfp8_table(out.dtype)), scales[0][rows], _bits(weight[rows]), _bits(out))
+    elif label == "NVFP4":
+        pairs = np.empty(weight[rows].shape, np.uint64)
+        _lookup(_nvfp4_table(), _bits(scales[0][rows]), weight[rows], pairs)
+        values = pairs.view(np.float32)
+        values *= scales[1]
+        out[...] = values
+    elif label == "FP8 block":
+        values = np.take(_E4M3, _bits(weight[rows]))
+        blocks = np.arange(rows.start, rows.start + len(values)) // _BLOCK
+        values *= np.repeat(scales[0][blocks], _BLOCK, axis=1)[:, : values.shape[1]]
+        out[...] = values
+    else:
+        out[...] = weight[rows]
+
+
+def _decode(piece: _Piece, weight: np.ndarray, scales: list[np.ndarray], out: np.ndarray) -> bool:
+    """Decode one matrix (or vector) into `out`, some rows at a time; False if not all is finite."""
+    if piece.half:
+        weight = weight[: len(out)] if piece.half == "gate" else weight[len(out) :]
+    step = max(1, _CHUNK // math.prod(out.shape[1:]))
+    for begin in range(0, len(out), step):
+        rows = slice(begin, begin + step)
+        with np.errstate(over="ignore", invalid="ignore"):
+            _decode_rows(piece.format, rows, weight, scales, out[rows])
+        if not _all_finite(out[rows]):
+            return False
+    return True
+
+
+def _all_finite(values: np.ndarray) -> bool:
+    if values.dtype != ml_dtypes.bfloat16:
+        return bool(np.isfinite(values).all())
+    # Five times as fast as ml_dtypes' isfinite: infinity and NaN have the largest bit patterns.
+    return bool((_bits(values) & 0x7FFF).max() < 0x7F80)
