@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from mmx_jax import versions
 from mmx_jax.errors import InputError, MmxError
@@ -32,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     p = _Parser(
         prog="python -m mmx_jax.decode",
-        description="Continue a prompt with a MiniMax-M3 checkpoint. Without arguments: a demo with random weights.",
+        description="Continue a prompt with a MiniMax-M3 checkpoint; without arguments, run a demo.",
     )
     p.add_argument("--checkpoint", metavar="DIR", help="directory with config.json and *.safetensors")
     prompt = p.add_mutually_exclusive_group()
@@ -40,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     prompt.add_argument(
         "--prompt-file",
         metavar="F",
-        help="one prompt; or, if F ends in .jsonl, a JSON value per line and prompt: a text, a list of ids, or"
+        help="one prompt; or, if F ends in .jsonl, a prompt per line: a JSON string, a list of ids, or"
         ' {"prompt": text}, {"prompt_ids": [..]}, {"messages": [..]}',
     )
     prompt.add_argument("--prompt-ids", metavar="1,2,3", help="token ids; needs no tokenizer")
@@ -49,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--thinking-mode", choices=["enabled", "disabled", "adaptive"], help="with --messages")
     p.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    p.add_argument("--max-length", type=int, metavar="L", help="capacity: prompt and answer (default: what is needed)")
+    p.add_argument(
+        "--max-length", type=int, metavar="L", help="capacity: prompt and answer (default: what is needed)"
+    )
     p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     p.add_argument("--top-k", type=int, metavar="K")
     p.add_argument("--top-p", type=float, metavar="P")
@@ -62,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--kernels", default="auto", help="auto (default), reference, pallas or interpret")
     p.add_argument("--attention", default="sparse", help="sparse (default) or dense")
     p.add_argument("--layers", type=int, metavar="N", help="run only the first N layers")
-    p.add_argument("--logprobs", type=int, metavar="K", help="log-probabilities with K alternatives (needs --json)")
+    p.add_argument(
+        "--logprobs", type=int, metavar="K", help="log-probabilities with K alternatives (needs --json)"
+    )
     p.add_argument("--json", action="store_true", help="one JSON object per prompt to stdout")
     p.add_argument("--plan", action="store_true", help="print what would be loaded and compiled, and stop")
     p.add_argument("--version", action="store_true", help="print versions and devices, and stop")
@@ -84,7 +95,12 @@ class _Bars:
             self.close()
             count = DownloadColumn() if stage == "loading" else MofNCompleteColumn()
             self.bar = Progress(
-                TextColumn(f"{stage:10}"), BarColumn(), count, TimeRemainingColumn(), console=self.console, transient=True
+                TextColumn(f"{stage:10}"),
+                BarColumn(),
+                count,
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
             )
             self.bar.start()
             self.bar.add_task(stage, total=total)
@@ -131,7 +147,7 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
 
     from mmx_jax.generate import SamplingParams
     from mmx_jax.loading import Demo, Settings, Source
-    from mmx_jax.plan import print_plan
+    from mmx_jax.report import print_plan
 
     if jax.config.jax_compilation_cache_dir is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmx_jax" / "programs"
@@ -141,7 +157,7 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
     settings = Settings(args.dtype, args.kernels, args.attention, args.layers)
     if args.checkpoint is None:
         print(
-            "demo: a tiny model with random weights, so the answer is noise; --checkpoint DIR runs a real one",
+            "demo: a tiny model with random weights, the answer is noise; --checkpoint DIR runs a real one",
             file=sys.stderr,
         )
         source: Source = Demo(settings)
@@ -194,7 +210,9 @@ def _prompts(args: argparse.Namespace, source: "Source") -> list[list[int]]:
         text = _read(args.prompt_file)
         if not args.prompt_file.endswith(".jsonl"):
             return [_encode(source, text)]
-        lines = [(f"{args.prompt_file}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
+        lines = [
+            (f"{args.prompt_file}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()
+        ]
         if not lines:
             raise InputError(f"{args.prompt_file}: no prompts in it")
         return [_one_of_many(source, _json(where, line), thinking, where) for where, line in lines]

@@ -129,7 +129,9 @@ class Engine:
 
         def on_leaves(function: Callable) -> Callable:
             # A flat list of arrays is what a call can pass at little cost; the tree is rebuilt when tracing.
-            return lambda leaves, *args: function(nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), *args)
+            return lambda leaves, *args: function(
+                nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), *args
+            )
 
         dtype = FORMATS[model.embed.format].dtype
         new_pages = partial(make_pages, self.config, self.batch * self.blocks_per_row, dtype)
@@ -137,9 +139,9 @@ class Engine:
         jobs: dict[str, tuple[Callable, tuple]] = {"new pages": (new_pages, ())}
         for n in self.steps:
             function = partial(decode, ops=ops, stop_ids=self.stop_ids, steps=n)
-            jobs[f"decode {n}"] = on_leaves(function), (*state_args, abstract(self.idle_batch()))
+            jobs[f"decode {self.batch}x{n}"] = on_leaves(function), (*state_args, abstract(self.idle_batch()))
         for shape in self.chunks:
-            jobs[f"prefill {shape}"] = (
+            jobs[f"prefill {shape[0]}x{shape[1]}"] = (
                 on_leaves(partial(prefill, ops=ops)),
                 (*state_args, abstract(self._chunk(*shape))),
             )
@@ -268,7 +270,7 @@ class Decoding:
             chunk.tokens[i, : len(piece)] = piece
             chunk.n_valid[i] = len(piece)
             done[row] += len(piece)
-        program = self.engine.programs[f"prefill {shape}"]
+        program = self.engine.programs[f"prefill {shape[0]}x{shape[1]}"]
         self.pages = program.run(self.weights, self.engine.rope, self.pages, chunk)
 
     def step(self) -> list[list[Token]]:
@@ -278,10 +280,8 @@ class Decoding:
         """
         longest = max(self.budget[row] - self.emitted[row] for row in self.active)
         n = max((n for n in self.engine.steps if n <= longest), default=self.engine.steps[0])
-        program = self.engine.programs[f"decode {n}"]
-        self.pages, self.batch, emitted = program.run(
-            self.weights, self.engine.rope, self.pages, self.batch
-        )
+        program = self.engine.programs[f"decode {self.engine.batch}x{n}"]
+        self.pages, self.batch, emitted = program.run(self.weights, self.engine.rope, self.pages, self.batch)
         return self._read(jax.device_get(emitted))
 
     def _read(self, emitted: Emitted) -> list[list[Token]]:

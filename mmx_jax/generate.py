@@ -1,6 +1,5 @@
 """The library: load a checkpoint, look at its forward, continue prompts. Text in, text out."""
 
-import dataclasses
 import math
 import secrets
 import time
@@ -174,7 +173,9 @@ class Model:
         if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
             raise InputError("expected token ids: a list of integers, or several such lists")
         if bad := tokens[(tokens < 0) | (tokens >= self.config.vocab_size)].tolist():
-            raise InputError(f"token id {bad[0]} is outside the vocabulary: 0 to {self.config.vocab_size - 1}")
+            raise InputError(
+                f"token id {bad[0]} is outside the vocabulary: 0 to {self.config.vocab_size - 1}"
+            )
         return np.atleast_2d(tokens).astype(np.int32), tokens.ndim == 1
 
     def generate(
@@ -207,14 +208,20 @@ class Model:
     ) -> Iterator[Event]:
         """What `generate` does, told as it happens. All input is checked before anything runs."""
         many = _as_list(prompts)
-        params = [sampling] * len(many) if sampling is None or isinstance(sampling, SamplingParams) else sampling
+        params = (
+            [sampling] * len(many) if sampling is None or isinstance(sampling, SamplingParams) else sampling
+        )
         if len(params) != len(many):
-            raise InputError(f"{len(params)} sampling parameters for {len(many)} prompts: one for each, or one")
+            raise InputError(
+                f"{len(params)} sampling parameters for {len(many)} prompts: one for each, or one"
+            )
         requests = [self._request(p, s or SamplingParams()) for p, s in zip(many, params, strict=True)]
         stops = [tuple((s or self.default_sampling).stop) for s in params]
         graphdef, state = nnx.split(self.tree)
         if graphdef != self._structure:
-            raise InputError("the module tree's structure was changed: the compiled programs cannot follow it")
+            raise InputError(
+                "the module tree's structure was changed: the compiled programs cannot follow it"
+            )
         weights = jax.tree.leaves(state)
         return self._run(requests, stops, weights, progress)
 
@@ -264,7 +271,9 @@ class Model:
         values = {}
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
             given, default = getattr(sampling, name), getattr(self.default_sampling, name)
-            values[name] = given if given is not None else default if default is not None else getattr(off, name)
+            values[name] = (
+                given if given is not None else default if default is not None else getattr(off, name)
+            )
         request = Request(
             prompt=tuple(int(i) for i in prompt),
             max_new_tokens=sampling.max_new_tokens,

@@ -168,7 +168,7 @@ class Source:
 
 
 class Demo(Source):
-    """The built-in stand-in for a checkpoint: `configs/tiny.json`, seeded random weights, a byte tokenizer."""
+    """The embedded default: `configs/tiny.json`, seeded random weights and a byte-level tokenizer."""
 
     def __init__(self, settings: Settings):
         super().__init__(bundled("tiny.json"), settings)

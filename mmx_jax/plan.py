@@ -46,8 +46,8 @@ class MemoryPlan:
         limit = device_bytes(device)
         if self.total > limit:
             raise InputError(
-                f"the model and its state take {self.total / 1e9:.1f} GB and {device} has {limit / 1e9:.1f} GB:"
-                " ask for fewer layers, a smaller max_length or batch (--plan shows what takes how much)"
+                f"the model and its state take {self.total / 1e9:.1f} GB and {device} has"
+                f" {limit / 1e9:.1f} GB: ask for fewer layers, a smaller max_length or batch (--plan shows what takes how much)"
             )
 
 

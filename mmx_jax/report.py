@@ -1,5 +1,7 @@
 """`--plan`: what would be loaded, the memory by kind and device, and the programs; for people to read."""
 
+from collections import Counter
+
 from rich.console import Console
 from rich.table import Table
 
@@ -18,7 +20,7 @@ def print_plan(source: Source, batch: int, max_length: int, progress: Progress) 
     )
     if source.has_weights:
         plan = source.weights
-        formats = ", ".join(f"{count} x {name}" for name, count in sorted(plan.format_counts.items()))
+        formats = ", ".join(f"{n} in {name}" for name, n in Counter(plan.formats.values()).items())
         out.print(f"to read: {_size(plan.nbytes)} in {len(plan.paths)} parameters ({formats})")
         for reason, names in plan.skipped.items():
             out.print(f"skipped: {len(names)} tensors, {reason}")
@@ -45,11 +47,10 @@ def print_plan(source: Source, batch: int, max_length: int, progress: Progress) 
         table.add_row(name, implementation)
     out.print(table)
 
-    table = Table("program")
-    for heading in ("arguments", "scratch"):
-        table.add_column(heading, justify="right")
+    table = Table("program (rows x tokens)")
+    table.add_column("scratch", justify="right")
     for name, program in source.programs(batch, max_length, progress).items():
-        table.add_row(name, program.shapes, _size(program.temp_bytes))
+        table.add_row(name, _size(program.temp_bytes))
     out.print(table)
 
 

@@ -17,7 +17,7 @@ MAX_LOGPROBS = 20
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
-    """Per-row sampling parameters. Off means: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, penalty 1."""
+    """Per-row parameters. Off means: temperature 0 (greedy), top_k 0, top_p 1, min_p 0, penalty 1."""
 
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
@@ -60,9 +60,7 @@ def sample(
     )
 
 
-def _draw(
-    logits: Float[Array, "B V"], positions: Int[Array, " B"], sampling: Sampling
-) -> Int[Array, " B"]:
+def _draw(logits: Float[Array, "B V"], positions: Int[Array, " B"], sampling: Sampling) -> Int[Array, " B"]:
     n_vocab = logits.shape[-1]
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
     ids = jnp.broadcast_to(jnp.arange(n_vocab, dtype=jnp.int32), logits.shape)
@@ -88,9 +86,7 @@ def _draw(
     return jnp.take_along_axis(ids, winner, axis=-1)[:, 0]
 
 
-def log_probs(
-    logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, " B"]
-) -> LogProbs:
+def log_probs(logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, " B"]) -> LogProbs:
     """Log-probabilities before temperature and filters; zeros, at no cost, if no row wants them."""
     n_top = min(MAX_LOGPROBS, logits.shape[-1])
 

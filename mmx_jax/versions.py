@@ -1,4 +1,4 @@
-"""Which versions run here, and whether they belong together. Does not start JAX unless devices are asked for."""
+"""Which versions run here, and whether they belong together."""
 
 from importlib import metadata
 
