@@ -191,8 +191,8 @@ class _Guard:
         return "".join(part if i % 2 else self._around(part) for i, part in enumerate(segments))
 
     def _key(self, key: str) -> str:
-        # An argument `x` is written as `<x>` and `</x>`. The model's own spelling of some, such as `<filename>`, is a
-        # special token: only the markers that the template itself writes are guarded against.
+        # An argument `x` is written as `<x>` and `</x>`. Some tags, as `<filename>`, are special tokens in
+        # the reference too: a name is guarded only against the markers that the template itself writes.
         tags = {f"<{key}>", f"</{key}>"}
         return self._around(key) if tags & self._own_markers else self._inside(key)
 
