@@ -203,9 +203,10 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
     *parents, last = path.split(".")
 
     def change(data: dict[str, Any]) -> None:
+        target: Any = data
         for key in parents:
-            data = data[int(key)] if isinstance(data, list) else data[key]
-        data[last] = value
+            target = target[int(key)] if isinstance(target, list) else target[key]
+        target[last] = value
 
     return change
 
