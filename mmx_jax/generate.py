@@ -23,7 +23,8 @@ from mmx_jax.stopping import Answer
 from mmx_jax.tokenizer import Tokenizer
 from pallas_kernels.ops import Ops
 
-Prompt = str | Sequence[int]
+Ids = Sequence[int] | np.ndarray
+Prompt = str | Ids
 
 # The pure forward compiles once per padded length, so lengths are rounded up to a multiple of this.
 PAD = 128
@@ -146,11 +147,11 @@ class Model:
     def config(self) -> ModelConfig:
         return self.tree.config
 
-    def logits(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Float[np.ndarray, "*B S V"]:
+    def logits(self, ids: Ids | Sequence[Ids]) -> Float[np.ndarray, "*B S V"]:
         """Float32 logits at every position of one list of ids, or of several of equal length."""
         return self.trace(ids).logits
 
-    def trace(self, ids: Sequence[int] | Sequence[Sequence[int]]) -> Trace:
+    def trace(self, ids: Ids | Sequence[Ids]) -> Trace:
         """Logits and, per layer, its input, the experts and weights of each token, and the chosen blocks."""
         tokens, single = self._token_array(ids)
         length = tokens.shape[1]

@@ -47,7 +47,8 @@ class MemoryPlan:
         if self.total > limit:
             raise InputError(
                 f"the model and its state take {self.total / 1e9:.1f} GB and {device} has"
-                f" {limit / 1e9:.1f} GB: ask for fewer layers, a smaller max_length or batch (--plan shows what takes how much)"
+                f" {limit / 1e9:.1f} GB: ask for fewer layers, a smaller max_length or a smaller batch"
+                " (--plan shows what takes how much)"
             )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -248,6 +248,7 @@ _FORMATS = {
 _UNDECODABLE = f"cannot be decoded (known: {'; '.join(' + '.join(key) for key in _FORMATS)})"
 
 
+@runtime_checkable
 class ShapeDtype(Protocol):
     """What a parameter should be; `jax.ShapeDtypeStruct` is one."""
 

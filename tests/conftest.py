@@ -8,11 +8,21 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 from jaxtyping import install_import_hook
 
-install_import_hook(["mmx_jax", "pallas_kernels"], "beartype.beartype")
+import tests.typecheck  # noqa: F401  the hook looks it up by name
 
+install_import_hook(["mmx_jax", "pallas_kernels"], "tests.typecheck.checked")
+
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
 GOLDENS = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def program_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests that compile the same program share it."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 @pytest.fixture(scope="session")
