@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--thinking-mode", choices=["enabled", "disabled", "adaptive"], help="with --messages")
     p.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     p.add_argument(
-        "--max-length", type=int, metavar="L", help="capacity: prompt and answer (default: what is needed)"
+        "--max-length", type=int, metavar="L", help="capacity for prompt and answer (default: enough)"
     )
     p.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     p.add_argument("--top-k", type=int, metavar="K")
@@ -170,10 +170,10 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
         raise InputError("--logprobs needs --json, which is where they are printed")
     prompts = _prompts(args, source)
     start = time.perf_counter()
-    length = args.max_length or max(map(len, prompts)) + args.max_new_tokens
+    needed = max(map(len, prompts)) + args.max_new_tokens
     model = source.load(
         batch=min(len(prompts), MAX_BATCH),
-        max_length=min(length, source.config.max_position) if args.max_length is None else length,
+        max_length=args.max_length or _capacity(needed, source.config.max_position),
         progress=bars,
     )
     ready = time.perf_counter()
@@ -190,6 +190,11 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
             print(f"[{event.index}] {_text(event.completion, model)}", flush=True)
     _print_statistics(list(done.values()), ready - start, time.perf_counter() - ready)
     return 0
+
+
+def _capacity(needed: int, max_position: int) -> int:
+    """A power of two, so that prompts of many lengths share the same compiled programs."""
+    return min(max(1 << (needed - 1).bit_length(), 1024), max_position)
 
 
 def _prompts(args: argparse.Namespace, source: "Source") -> list[list[int]]:

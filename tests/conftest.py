@@ -1,6 +1,7 @@
 """Shapes and types of the project's own signatures are checked while tests run."""
 
 import os
+import shutil
 from pathlib import Path
 
 # The suite is the CPU's unless `pytest -m gpu` asks for a device; either way JAX must not take all memory.
@@ -32,3 +33,33 @@ def m3_dir() -> Path:
     if not directory:
         pytest.skip("MMX_M3_DIR is not set")
     return Path(directory)
+
+
+CHAT_TEMPLATE = """\
+{{- ']~!b[' -}}
+{%- for message in messages -%}{{ ']~b]' ~ message.role ~ '\\n' ~ message.content ~ '[e~[\\n' }}{%- endfor -%}
+{%- if add_generation_prompt -%}{{ ']~b]ai\\n' ~ ('<mm:think>' if thinking_mode == 'enabled' else '') }}{%- endif -%}
+"""
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny_vl golden with a tokenizer, a chat template and stop ids: all that a release has."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    directory = tmp_path_factory.mktemp("checkpoint")
+    shutil.copytree(GOLDENS / "tiny_vl", directory, dirs_exist_ok=True)
+    library = Tokenizer(models.BPE())
+    library.normalizer = normalizers.NFC()  # pyright: ignore[reportAttributeAccessIssue]
+    split = pre_tokenizers.Split(Regex(r" ?[^\s]+|\s*[\r\n]+|\s+(?!\S)|\s+"), "isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])  # pyright: ignore[reportAttributeAccessIssue]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    library.train_from_iterator(["the cat and the dog and the hen then"] * 9, trainer)
+    markers = ("[e~[", "]~b]", "]~!b[", "<mm:think>")
+    library.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in markers])
+    library.save(str(directory / "tokenizer.json"))
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (directory / "generation_config.json").write_text('{"eos_token_id": [351, 350]}')
+    return directory
