@@ -145,6 +145,7 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     import jax
 
+    from mmx_jax.engine import Request, check_capacity, check_request
     from mmx_jax.generate import SamplingParams
     from mmx_jax.loading import Demo, Settings, Source
     from mmx_jax.report import print_plan
@@ -164,18 +165,21 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
     else:
         source = Source(args.checkpoint, settings)
     if args.plan:
-        print_plan(source, 1, args.max_length or source.default_length, bars)
+        print_plan(source, 1, args.max_length, bars)
         return 0
     if args.logprobs is not None and not args.json:
         raise InputError("--logprobs needs --json, which is where they are printed")
     prompts = _prompts(args, source)
     start = time.perf_counter()
     needed = max(map(len, prompts)) + args.max_new_tokens
-    model = source.load(
-        batch=min(len(prompts), MAX_BATCH),
-        max_length=args.max_length or _capacity(needed, source.config.max_position),
-        progress=bars,
-    )
+    batch = min(len(prompts), MAX_BATCH)
+    max_length = args.max_length
+    if max_length is None:
+        max_length = _capacity(needed, source.config.max_position)
+    check_capacity(source.config, batch, max_length)
+    for prompt in prompts:
+        check_request(Request(tuple(prompt), args.max_new_tokens), source.config, max_length)
+    model = source.load(batch, max_length, bars)
     ready = time.perf_counter()
     done: dict[int, Completion] = {}
     for event in model.events(prompts, sampling, bars):

@@ -7,6 +7,7 @@ seconds. A shape that was not compiled for is an error, never a silent recompile
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from mmx_jax.cache import PagePool, Pages, make_pages
+from mmx_jax.config import ModelConfig
 from mmx_jax.errors import InputError, NonFiniteError
 from mmx_jax.graph import Batch, Chunk, Emitted, decode, prefill
 from mmx_jax.mesh import sharding
@@ -59,6 +61,32 @@ class Request:
     seed: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+
+
+def check_capacity(config: ModelConfig, batch: int, max_length: int) -> None:
+    """Raise InputError for a batch or a capacity that the model cannot have."""
+    if batch < 1:
+        raise InputError(f"batch {batch}: it must be at least 1")
+    if not 1 <= max_length <= config.max_position:
+        raise InputError(f"max_length {max_length}: the model takes 1 to {config.max_position} tokens")
+
+
+def check_request(request: Request, config: ModelConfig, max_length: int) -> None:
+    """Raise InputError for what JAX would clamp, wrap or drop without a word."""
+    prompt, vocab = request.prompt, config.vocab_size
+    if not prompt:
+        raise InputError("the prompt is empty: at least one token is needed")
+    if bad := [i for i in prompt if not 0 <= i < vocab]:
+        raise InputError(f"token id {bad[0]} is outside the vocabulary: 0 to {vocab - 1}")
+    if len(prompt) >= max_length:
+        raise InputError(
+            f"the prompt has {len(prompt)} tokens and max_length is {max_length}: it must be longer than"
+            " the prompt"
+        )
+    if request.max_new_tokens < 1:
+        raise InputError(f"max_new_tokens {request.max_new_tokens}: it must be at least 1")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+        raise InputError(f"logprobs {request.logprobs}: it must be 0 to {MAX_LOGPROBS}")
 
 
 class Token(NamedTuple):
@@ -103,10 +131,7 @@ class Engine:
         progress: Progress = silent,
     ):
         config = model.config
-        if batch < 1:
-            raise InputError(f"batch {batch}: it must be at least 1")
-        if not 1 <= max_length <= config.max_position:
-            raise InputError(f"max_length {max_length}: the model takes 1 to {config.max_position} tokens")
+        check_capacity(config, batch, max_length)
         if bad := [i for i in stop_ids if not 0 <= i < config.vocab_size]:
             raise InputError(f"stop id {bad[0]} is outside the vocabulary of {config.vocab_size}")
         self.config, self.mesh, self.batch, self.max_length = config, mesh, batch, max_length
@@ -146,15 +171,18 @@ class Engine:
                 (*state_args, abstract(self._chunk(*shape))),
             )
         options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform)
-        programs: dict[str, Program] = {}
-        for done, (name, (function, args)) in enumerate(jobs.items()):
-            progress("compiling", done, len(jobs))
+
+        def compile_one(function: Callable, args: tuple) -> Program:
             start = time.perf_counter()
             jitted = jax.jit(function, donate_argnums=(2,) if args else (), out_shardings=place)
-            compiled = jitted.lower(*args).compile(options)
-            programs[name] = Program(compiled, time.perf_counter() - start)
-        progress("compiling", len(jobs), len(jobs))
-        return programs
+            return Program(jitted.lower(*args).compile(options), time.perf_counter() - start)
+
+        progress("compiling", 0, len(jobs))
+        with ThreadPoolExecutor() as pool:  # XLA compiles each program on one thread
+            running = {pool.submit(compile_one, *job): name for name, job in jobs.items()}
+            for done, _ in enumerate(as_completed(running), 1):
+                progress("compiling", done, len(jobs))
+        return {name: future.result() for future, name in running.items()}
 
     def idle_batch(self) -> Batch:
         """Host arrays of a batch in which no row is active."""
@@ -185,23 +213,6 @@ class Engine:
             n_valid=np.zeros(n_rows, np.int32),
         )
 
-    def check(self, request: Request) -> None:
-        """Raise InputError for what JAX would clamp, wrap or drop without a word."""
-        prompt, vocab = request.prompt, self.config.vocab_size
-        if not prompt:
-            raise InputError("the prompt is empty: at least one token is needed")
-        if bad := [i for i in prompt if not 0 <= i < vocab]:
-            raise InputError(f"token id {bad[0]} is outside the vocabulary: 0 to {vocab - 1}")
-        if len(prompt) >= self.max_length:
-            raise InputError(
-                f"the prompt has {len(prompt)} tokens and max_length is {self.max_length}: it must be longer"
-                " than the prompt"
-            )
-        if request.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens {request.max_new_tokens}: it must be at least 1")
-        if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
-            raise InputError(f"logprobs {request.logprobs}: it must be 0 to {MAX_LOGPROBS}")
-
     def start(self, weights: Sequence[Array], requests: Sequence[Request]) -> "Decoding":
         """Admit up to `batch` requests. `weights` are the leaves of the model's `nnx.state`."""
         return Decoding(self, weights, requests)
@@ -217,7 +228,7 @@ class Decoding:
         if len(requests) > engine.batch:
             raise InputError(f"{len(requests)} requests and batch is {engine.batch}")
         for request in requests:
-            engine.check(request)
+            check_request(request, engine.config, engine.max_length)
         self.engine, self.weights, self.requests = engine, list(weights), list(requests)
         self.pages: Pages = engine.programs["new pages"].run()
         self.batch = engine.idle_batch()

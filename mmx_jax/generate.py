@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from mmx_jax.chat import ChatTemplate
 from mmx_jax.config import ModelConfig
-from mmx_jax.engine import Engine, Progress, Request, Token, silent
+from mmx_jax.engine import Engine, Progress, Request, Token, check_request, silent
 from mmx_jax.errors import InputError
 from mmx_jax.model import M3, LayerTrace, forward
 from mmx_jax.sampling import MAX_LOGPROBS
@@ -283,7 +283,7 @@ class Model:
             logprobs=sampling.logprobs,
             **values,
         )
-        self.engine.check(request)
+        check_request(request, self.config, self.engine.max_length)
         return request
 
 

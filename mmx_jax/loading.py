@@ -178,7 +178,8 @@ class Demo(Source):
         return tokenizer.byte_level()
 
     def load(self, batch: int = 1, max_length: int | None = None, progress: Progress = silent) -> Model:
-        engine = self.engine(self.model, batch, max_length or self.default_length, progress)
+        max_length = self.default_length if max_length is None else max_length
+        engine = self.engine(self.model, batch, max_length, progress)
         tree = M3(self.config, self.settings.dtype, rngs=nnx.Rngs(0))
         return Model(tree, engine, self.ops, self.tokenizer, None, self.sampling)
 

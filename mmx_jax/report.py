@@ -5,13 +5,15 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from mmx_jax.engine import Progress
+from mmx_jax.engine import Progress, check_capacity
 from mmx_jax.loading import Source
 from mmx_jax.plan import device_bytes, memory_plan
 
 
-def print_plan(source: Source, batch: int, max_length: int, progress: Progress) -> None:
+def print_plan(source: Source, batch: int, max_length: int | None, progress: Progress) -> None:
     """Check everything that can be checked without reading weights, and print it to stdout."""
+    max_length = source.default_length if max_length is None else max_length
+    check_capacity(source.config, batch, max_length)
     out = Console(highlight=False, soft_wrap=True)
     c = source.config
     out.print(

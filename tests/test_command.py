@@ -24,8 +24,21 @@ def ids_of(name: str) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.mark.parametrize("name", ["tiny_vl", "block128", "real_heads"])
 def test_greedy_tokens_of_transformers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     (prompt,), (greedy,) = ids_of(name)
-    arguments = ["--checkpoint", str(GOLDENS / name), "--prompt-ids", ",".join(map(str, prompt)), "--ignore-eos"]
-    arguments += ["--dtype", "float32", "--max-length", str(len(prompt) + 24), "--max-new-tokens", str(len(greedy))]
+    arguments = [
+        "--checkpoint",
+        str(GOLDENS / name),
+        "--prompt-ids",
+        ",".join(map(str, prompt)),
+        "--ignore-eos",
+    ]
+    arguments += [
+        "--dtype",
+        "float32",
+        "--max-length",
+        str(len(prompt) + 24),
+        "--max-new-tokens",
+        str(len(greedy)),
+    ]
     assert main([*arguments, "--json"]) == 0
     out, err = capsys.readouterr()
     answer = json.loads(out)
@@ -58,22 +71,40 @@ def run(checkpoint: Path, *arguments: str, capsys: pytest.CaptureFixture[str]) -
 def test_text_messages_and_logprobs(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = run(checkpoint, "--prompt", "the [e~[ cat", "--max-new-tokens", "4", "--logprobs", "2", capsys=capsys)
+    plain = run(
+        checkpoint, "--prompt", "the [e~[ cat", "--max-new-tokens", "4", "--logprobs", "2", capsys=capsys
+    )
     assert [len(t["top"]) for t in plain["logprobs"]] == [2] * len(plain["token_ids"])
     file = tmp_path / "prompt.txt"
     file.write_text("the [e~[ cat")
-    assert run(checkpoint, "--prompt-file", str(file), "--max-new-tokens", "4", capsys=capsys)["token_ids"] == (
-        plain["token_ids"]
+    assert (
+        run(checkpoint, "--prompt-file", str(file), "--max-new-tokens", "4", capsys=capsys)["token_ids"]
+        == (plain["token_ids"])
     )
 
     file = tmp_path / "messages.json"
     file.write_text(json.dumps([{"role": "user", "content": "the [e~[ cat"}]))
-    chat = run(checkpoint, "--messages", str(file), "--thinking-mode", "enabled", "--max-new-tokens", "1", capsys=capsys)
+    chat = run(
+        checkpoint,
+        "--messages",
+        str(file),
+        "--thinking-mode",
+        "enabled",
+        "--max-new-tokens",
+        "1",
+        capsys=capsys,
+    )
     from tokenizers import Tokenizer
 
     library = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     ids = {m: library.token_to_id(m) for m in ("[e~[", "]~b]", "]~!b[", "<mm:think>")}
-    assert [m for i in chat["prompt_ids"] for m in ids if ids[m] == i] == ["]~!b[", "]~b]", "[e~[", "]~b]", "<mm:think>"]
+    assert [m for i in chat["prompt_ids"] for m in ids if ids[m] == i] == [
+        "]~!b[",
+        "]~b]",
+        "[e~[",
+        "]~b]",
+        "<mm:think>",
+    ]
     wrapped = {"messages": [{"role": "user", "content": "the [e~[ cat"}]}
     lines = tmp_path / "all.jsonl"
     lines.write_text("\n".join(map(json.dumps, ["the cat", {"prompt": "the cat"}, wrapped])))
@@ -93,13 +124,17 @@ def test_plan_of_the_released_model(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert re.search(r"all weights\s*\S\s*426,174,572,928", out)
     # MODEL.md: routed experts 413.1e9 parameters; per token 122,880 bytes of K and V and 14,592 of index keys.
-    assert re.search(rf"routed experts\s*\S\s*{57 * 128 * 3 * 3072 * 6144:,}\s*\S\s*{57 * 128 * 6 * 3072 * 6144:,}", out)
+    assert re.search(
+        rf"routed experts\s*\S\s*{57 * 128 * 3 * 3072 * 6144:,}\s*\S\s*{57 * 128 * 6 * 3072 * 6144:,}", out
+    )
     assert re.search(rf"K and V pages\s*\S\s*\S\s*{122_880 * 4096:,}", out)
     assert re.search(rf"index key pages\s*\S\s*\S\s*{14_592 * 4096:,}", out)
     assert "decode 1x8" in out
 
 
-def test_plan_of_a_checkpoint_says_what_is_skipped(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_checkpoint_says_what_is_skipped(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--checkpoint", str(checkpoint), "--layers", "3", "--plan"]) == 0
     out = capsys.readouterr().out
     assert "3 layers (1 block-sparse, 1 with 9 experts)" in out
@@ -154,18 +189,27 @@ def broken(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--checkpoint", "{checkpoint}", "--prompt-ids", "-1"], "token id -1 is outside"),
         (["--checkpoint", "{checkpoint}", "--prompt-ids", "1,x"], "--prompt-ids '1,x': expected integers"),
         (["--checkpoint", "{checkpoint}", "--prompt-ids", "1,2,3", "--max-length", "3"], "max_length is 3"),
-        (["--checkpoint", "{checkpoint}", "--prompt", "a", "--max-length", "513"], "the model takes 1 to 512"),
+        (
+            ["--checkpoint", "{checkpoint}", "--prompt", "a", "--max-length", "513"],
+            "the model takes 1 to 512",
+        ),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--layers", "6"], "the model has 5"),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--top-p", "2"], "top_p 2.0: it must be above 0"),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--dtype", "int4"], "dtype 'int4': expected"),
-        (["--checkpoint", "{checkpoint}", "--prompt", "a", "--attention", "full"], "attention 'full': expected"),
+        (
+            ["--checkpoint", "{checkpoint}", "--prompt", "a", "--attention", "full"],
+            "attention 'full': expected",
+        ),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--kernels", "cuda"], "kernels 'cuda': expected"),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--kernels", "pallas"], "no Pallas kernel for"),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--logprobs", "1"], "--logprobs needs --json"),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--thinking-mode", "enabled"], "needs --messages"),
         (["--checkpoint", "{checkpoint}", "--messages", "{broken}/bad.json"], "bad.json: not JSON"),
         (["--checkpoint", "{checkpoint}", "--messages", "{broken}/none.json"], "none.json: No such file"),
-        (["--checkpoint", "{checkpoint}", "--prompt-file", "{broken}/odd.jsonl"], "odd.jsonl:1: expected a text"),
+        (
+            ["--checkpoint", "{checkpoint}", "--prompt-file", "{broken}/odd.jsonl"],
+            "odd.jsonl:1: expected a text",
+        ),
         (["--checkpoint", "{golden}/block128", "--prompt", "a"], "no tokenizer.json; give the prompt as"),
         (["--checkpoint", "{golden}/block128", "--messages", "{broken}/bad.json"], "bad.json: not JSON"),
         (["--prompt", "a", "--prompt-ids", "1"], "not allowed with argument"),
@@ -191,11 +235,17 @@ def test_as_a_process(checkpoint: Path, tmp_path: Path) -> None:
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "mmx_jax.decode"]
     demo = subprocess.run(
-        [*command, "--max-new-tokens", "3", "--json"], capture_output=True, text=True, env=environment, check=True
+        [*command, "--max-new-tokens", "3", "--json"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=True,
     )
     assert len(json.loads(demo.stdout)["token_ids"]) == 3
     assert "demo: a tiny model with random weights" in demo.stderr.splitlines()[0]
     assert "--checkpoint DIR" in demo.stderr.splitlines()[0]
-    bad = subprocess.run([*command, "--checkpoint", "nowhere"], capture_output=True, text=True, env=environment)
+    bad = subprocess.run(
+        [*command, "--checkpoint", "nowhere"], capture_output=True, text=True, env=environment
+    )
     assert (bad.returncode, bad.stdout) == (2, "")
     assert bad.stderr == "error: nowhere: no such file or directory\n"

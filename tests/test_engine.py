@@ -231,7 +231,9 @@ def test_more_requests_than_rows_are_refused() -> None:
         engine().start(weights(), [Request((3,), 1)] * 2)
 
 
-@pytest.mark.parametrize("kwargs", [{"batch": 0}, {"max_length": 0}, {"max_length": 513}, {"stop_ids": (352,)}])
+@pytest.mark.parametrize(
+    "kwargs", [{"batch": 0}, {"max_length": 0}, {"max_length": 513}, {"stop_ids": (352,)}]
+)
 def test_impossible_engines_are_refused(kwargs: dict) -> None:
     source = Source(GOLDENS / "tiny_vl", Settings("float32"))
     with pytest.raises(InputError, match=r"must be at least|takes 1 to 512|outside the vocabulary"):

@@ -88,7 +88,9 @@ def test_stop_id_of_the_generation_config_ends_the_answer(model: mmx_jax.Model) 
 
 
 def test_logprobs_are_log_softmax_of_the_raw_logits(model: mmx_jax.Model) -> None:
-    sampling = SamplingParams(4, temperature=0.5, top_k=3, repetition_penalty=1.3, seed=1, logprobs=3, ignore_eos=True)
+    sampling = SamplingParams(
+        4, temperature=0.5, top_k=3, repetition_penalty=1.3, seed=1, logprobs=3, ignore_eos=True
+    )
     (completion,) = model.generate(IDS, sampling)
     assert completion.logprobs is not None
     logits = model.logits(IDS + completion.token_ids).astype(np.float64)
@@ -167,7 +169,9 @@ def test_dense_attention_needs_no_indexer(checkpoint: Path) -> None:
         ('{"temperature": 0.7, "top_k": 40, "top_p": 0.9}', {"temperature": 0.7, "top_k": 40, "top_p": 0.9}),
     ],
 )
-def test_sampling_defaults_of_the_checkpoint(checkpoint: Path, tmp_path: Path, text: str, expected: dict) -> None:
+def test_sampling_defaults_of_the_checkpoint(
+    checkpoint: Path, tmp_path: Path, text: str, expected: dict
+) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     (tmp_path / "generation_config.json").write_text(text)
     assert Source(tmp_path, Settings()).sampling == SamplingParams(**expected)
@@ -175,7 +179,9 @@ def test_sampling_defaults_of_the_checkpoint(checkpoint: Path, tmp_path: Path, t
 
 def test_stop_ids_come_from_everywhere(checkpoint: Path, tmp_path: Path) -> None:
     config = (checkpoint / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"vocab_size"', '"eos_token_id": [5, 6], "vocab_size"'))
+    (tmp_path / "config.json").write_text(
+        config.replace('"vocab_size"', '"eos_token_id": [5, 6], "vocab_size"')
+    )
     (tmp_path / "tokenizer.json").write_text((checkpoint / "tokenizer.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "]~b]"}}')
     marker = Library.from_file(str(checkpoint / "tokenizer.json")).token_to_id

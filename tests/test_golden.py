@@ -59,7 +59,9 @@ def test_experts_and_blocks(name: str) -> None:
             if f"expert_weights_{i}" in expected:
                 # The golden holds the weights before the routed scaling factor.
                 weights = np.take_along_axis(layer.expert_weights.reshape(flat.shape), order, -1)
-                np.testing.assert_allclose(weights, expected[f"expert_weights_{i}"] * config.routed_scaling_factor, rtol=1e-5)
+                np.testing.assert_allclose(
+                    weights, expected[f"expert_weights_{i}"] * config.routed_scaling_factor, rtol=1e-5
+                )
         if layer.blocks is not None:
             by_head = np.sort(layer.blocks.transpose(0, 2, 1, 3), axis=-1)
             np.testing.assert_array_equal(by_head, np.sort(expected[f"blocks_{i}"], axis=-1))

@@ -88,7 +88,8 @@ def test_matches_a_numerical_derivative(losses, path: str) -> None:
     for step in (h, -h):
         flat = nnx.to_flat_state(state)
         moved = [
-            (p, v.replace(v[...].at[entry].add(step)) if ".".join(map(str, p)) == path else v) for p, v in flat
+            (p, v.replace(v[...].at[entry].add(step)) if ".".join(map(str, p)) == path else v)
+            for p, v in flat
         ]
         values.append(float(value_and_grad(nnx.from_flat_state(moved), 0.0)[0]))
     numerical = (values[0] - values[1]) / (2 * h)
