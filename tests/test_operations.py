@@ -296,6 +296,16 @@ def last_positions(lengths: list[int], n: int) -> np.ndarray:
     return np.stack([max(length - n, 0) + np.arange(n) for length in lengths]).astype(np.int32)
 
 
+def test_slots_of_new_tokens():
+    """Pages of 4: position 9 is at offset 1 of the third page; padding goes to no page."""
+    rows = PagedRows(
+        jnp.array([[7, 3, 5], [2, -1, -1]]), jnp.array([[6, 7, 8, 9], [0, 1, 2, 3]]), jnp.array([10, 2]), 3
+    )
+    pages, offsets = rows.slots(4, 11)
+    np.testing.assert_array_equal(pages, [[3, 3, 5, 5], [2, 2, 11, 11]])
+    np.testing.assert_array_equal(np.asarray(offsets)[rows.valid], [2, 3, 0, 1, 0, 1])
+
+
 # --- Block selection ---
 
 
@@ -349,8 +359,11 @@ def test_block_select(lengths: list[int]):
     check_select(integers(0, B, T, K, I), integers(1, B, M * C, I), lengths)
 
 
-@pytest.mark.parametrize("options", [{"local": 2, "init": 1}, {"top": 3, "init": 2}, {"top": 12}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"local": 2, "init": 1}, {"top": 3, "init": 2}, {"top": 12}, {"local": 0}], ids=str
+)
 def test_block_select_forced_blocks(options: dict[str, int]):
+    """Without a local block the query's own competes, with the keys up to the query's position only."""
     for lengths in LENGTHS[1:3]:
         check_select(integers(0, B, T, K, I), integers(1, B, M * C, I), lengths, **options)
 
@@ -500,9 +513,11 @@ def test_rows_without_keys_are_zeros(sparse: bool):
     blocks = chosen_blocks(c) if sparse else None
     if blocks is not None:
         blocks[3] = -1
+        blocks[2, :2] = [8, -1, -1, -1]  # keys 32 to 34 only, which queries 30 and 31 must not see
     got = c.run(blocks)
     assert not got[1].any()
-    assert got[2].all()
+    assert got[2, 2:].all()
+    assert got[2, :2].any() != sparse
     assert got[3].any() != sparse
 
 
@@ -538,3 +553,21 @@ def test_python_and_traced_bound_of_attention_agree(attention: str):
     rows = PagedRows(jnp.asarray(paged.table), jnp.asarray(c.positions), jnp.asarray(paged.lengths), 5)
     got = block_attention(jnp.asarray(c.q), *arrays, rows, None if blocks is None else jnp.asarray(blocks))
     close(got, *c.expected(blocks))
+
+
+def test_unused_memory_reaches_no_gradient():
+    """NaN in memory that no row holds: gradients are finite, and zero for that memory."""
+    c = case([8, 0, 35, 16])
+    paged, blocks = page(c.lengths, c.k, c.v), jnp.asarray(chosen_blocks(c))
+    rows = PagedRows(*map(jnp.asarray, (paged.table, c.positions, paged.lengths)), blocks_in_use(c.lengths))
+    arrays = [jnp.asarray(a.swapaxes(1, 2)) for a in paged.arrays]
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(block_attention(q, k, v, rows, blocks) ** 2)
+
+    for gradient, pages in zip(
+        jax.jit(jax.grad(loss, (0, 1, 2)))(jnp.asarray(c.q), *arrays), [c.q, *arrays], strict=True
+    ):
+        assert np.all(np.isfinite(gradient))
+        assert np.any(gradient)
+        assert not np.any(np.asarray(gradient)[np.isnan(pages)])
