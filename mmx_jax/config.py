@@ -128,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # bytes that are no UTF-8 are a ValueError too
         raise ConfigError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(data).__name__}")
@@ -159,7 +159,7 @@ def _from_own(data: Mapping[str, Any]) -> ModelConfig:
         elif field.name == "eos_token_ids":
             values[field.name] = reader.ids(field.name)
         else:
-            values[field.name] = reader.flags(field.name)
+            values[field.name] = reader.per_layer(field.name, None, 0, 1)
     return ModelConfig(**values)
 
 
@@ -181,43 +181,49 @@ class _Reader:
             return default
         return value
 
-    def number(self, key: str, default: float | None = None, kind: type = int) -> Any:
+    def number(self, key: str, default: int | None = None, kind: type = int) -> Any:
         value = self.raw(key, default)
-        ok = isinstance(value, int | float) and not isinstance(value, bool)
+        ok = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**63  # no NaN
         if not ok or (kind is int and value != int(value)):
-            raise ConfigError(f"{self.where}{key} is {value!r}: expected a number")
+            expected = "an integer" if kind is int else "a number"
+            raise ConfigError(f"{self.where}{key} is {value!r}: expected {expected}")
         return kind(value)
 
-    def flags(self, key: str) -> tuple[bool, ...]:
+    def object(self, key: str) -> "_Reader":
         value = self.raw(key)
-        if not isinstance(value, list) or any(x not in (0, 1, True, False) for x in value):
-            raise ConfigError(f"{self.where}{key} must be a list of 0 and 1, one per layer")
-        return tuple(bool(x) for x in value)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.where}{key} is {value!r}: expected an object")
+        return _Reader(value, f"{self.where}{key}.")
+
+    def per_layer(self, key: str, n_layers: int | None, no: Any, yes: Any) -> tuple[bool, ...]:
+        """One of two values for each layer; `n_layers` is None where no other key says how many there are."""
+        value = self.raw(key)
+        if not isinstance(value, list):
+            raise ConfigError(f"{self.where}{key} is {value!r}: expected a list, one entry per layer")
+        for i, x in enumerate(value):
+            if x not in (no, yes):
+                raise ConfigError(f"{self.where}{key}[{i}] is {x!r}: expected {no!r} or {yes!r}")
+        if n_layers not in (None, len(value)):
+            raise ConfigError(
+                f"{self.where}{key} lists {len(value)} layers but num_hidden_layers is {n_layers}"
+            )
+        return tuple(x == yes for x in value)
 
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids: one, a list, or none at all."""
         self.seen.add(key)
         value = self.data.get(key)
-        value = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in value):
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**31 for x in ids):
             raise ConfigError(f"{self.where}{key} is {value!r}: expected token ids")
-        return tuple(value)
-
-    def kinds(self, key: str, no: str, yes: str) -> tuple[bool, ...]:
-        value = self.raw(key)
-        if not isinstance(value, list):
-            raise ConfigError(f"{self.where}{key} must be a list, one entry per layer")
-        for i, x in enumerate(value):
-            if x not in (no, yes):
-                raise ConfigError(f"{self.where}{key}[{i}] is {x!r}: expected {no!r} or {yes!r}")
-        return tuple(x == yes for x in value)
+        return tuple(ids)
 
     def require(self, key: str, *allowed: Any) -> None:
         """A value that, where it is given, has to be one of those the code implements."""
         self.seen.add(key)
         value = self.data.get(key)
         if value is not None and value not in allowed:
-            expected = " or ".join(repr(a) for a in allowed)
+            expected = " or ".join(repr(a) for a in allowed) or "null"
             raise ConfigError(f"{self.where}{key} is {value!r}: only {expected} is implemented")
 
     def warn_unknown(self, ignored: frozenset[str]) -> None:
@@ -241,7 +247,6 @@ _IGNORED_TOP = frozenset(
     " process_image_mode projector_hidden_act vision_feature_layer vision_feature_select_strategy"
     " eos_token_id vision_start_token_id vision_end_token_id".split()
 )
-_IGNORED_SPARSE = frozenset(["sparse_disable_index_value"])
 
 
 def _from_hf(data: Mapping[str, Any]) -> ModelConfig:
@@ -250,16 +255,13 @@ def _from_hf(data: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(f"model_type is {model_type!r}: expected 'minimax_m3_vl' or 'minimax_m3_vl_text'")
     top = _Reader(data)
     top_eos = top.ids("eos_token_id")
-    text = data
+    reader = top
     if "text_config" in data:
-        text = data["text_config"]
-        if not isinstance(text, dict):
-            raise ConfigError("text_config must be an object")
+        reader = top.object("text_config")
         top.require("tie_word_embeddings", False)
         top.warn_unknown(_IGNORED | _IGNORED_TOP)
     elif model_type == "minimax_m3_vl":
         raise ConfigError("text_config is missing from a 'minimax_m3_vl' config")
-    reader = _Reader(text, "text_config." if text is not data else "")
 
     reader.require("hidden_act", "swigluoai", "silu")  # transformers rewrites the key; it means the same
     reader.require("tie_word_embeddings", False)
@@ -276,9 +278,9 @@ def _from_hf(data: Mapping[str, Any]) -> ModelConfig:
     n_layers = reader.number("num_hidden_layers")
     head_dim = reader.number("head_dim")
     moe_layers = (
-        reader.kinds("mlp_layer_types", "dense", "sparse")
+        reader.per_layer("mlp_layer_types", n_layers, "dense", "sparse")
         if reader.has("mlp_layer_types")
-        else reader.flags("moe_layer_freq")
+        else reader.per_layer("moe_layer_freq", n_layers, 0, 1)
     )
     num_kv_heads = reader.number("num_key_value_heads")
     config = ModelConfig(
@@ -302,34 +304,31 @@ def _from_hf(data: Mapping[str, Any]) -> ModelConfig:
         **_sparse(reader, n_layers, num_kv_heads),
         eos_token_ids=tuple(dict.fromkeys(reader.ids("eos_token_id") + top_eos)),
     )
-    for name in ("moe_layers", "sparse_layers"):
-        if len(getattr(config, name)) != n_layers:
-            raise ConfigError(
-                f"{reader.where}num_hidden_layers is {n_layers} but {name} lists"
-                f" {len(getattr(config, name))} layers"
-            )
     reader.warn_unknown(_IGNORED)
     return config
 
 
 def _rotary(text: _Reader, head_dim: int) -> dict[str, Any]:
     """rotary_dim and rope_theta; a config that gives no rotary fraction is an error, not full rotation."""
-    theta, factor, rotary_dim = None, None, None
-    if text.has("rope_parameters"):
-        rope = _Reader(text.raw("rope_parameters"), text.where + "rope_parameters.")
-        rope.require("rope_type", "default")
-        theta = rope.number("rope_theta", kind=float)
-        if rope.has("partial_rotary_factor"):
-            factor = rope.number("partial_rotary_factor", kind=float)
-        rope.warn_unknown(frozenset())
-    elif text.has("rope_scaling"):
+    if text.has("rope_scaling"):
         raise ConfigError(f"{text.where}rope_scaling is {text.raw('rope_scaling')!r}: none is implemented")
-    if text.has("rope_theta"):
-        theta = text.number("rope_theta", kind=float)
-    if text.has("partial_rotary_factor"):
-        factor = text.number("partial_rotary_factor", kind=float)
-    if text.has("rotary_dim"):
-        rotary_dim = text.number("rotary_dim")
+    places = [text]
+    if text.has("rope_parameters"):
+        rope = text.object("rope_parameters")
+        rope.require("rope_type", "default")
+        rope.require("type", "default")  # the older name of rope_type
+        places.append(rope)
+
+    def given(key: str) -> float | None:
+        values = {place.where + key: place.number(key, kind=float) for place in places if place.has(key)}
+        if len(set(values.values())) > 1:
+            raise ConfigError(" but ".join(f"{name} is {value}" for name, value in values.items()))
+        return next(iter(values.values()), None)
+
+    theta, factor = given("rope_theta"), given("partial_rotary_factor")
+    rotary_dim = text.number("rotary_dim") if text.has("rotary_dim") else None
+    for rope in places[1:]:
+        rope.warn_unknown(frozenset())
     if theta is None:
         raise ConfigError(f"{text.where}rope_theta is missing")
     if factor is None and rotary_dim is None:
@@ -349,27 +348,26 @@ def _rotary(text: _Reader, head_dim: int) -> dict[str, Any]:
 def _sparse(text: _Reader, n_layers: int, num_kv_heads: int) -> dict[str, Any]:
     """The indexer's and block selection's values, from the nested or the flat shape."""
     if text.has("sparse_attention_config"):
-        sparse = _Reader(text.raw("sparse_attention_config"), text.where + "sparse_attention_config.")
+        sparse = text.object("sparse_attention_config")
         prefix = "sparse_"
         names = ("index_dim", "num_index_heads", "topk_blocks", "block_size", "local_block", "init_block")
         sparse.require("sparse_score_type", "max")
-        layers = sparse.flags("sparse_attention_freq")
+        layers = sparse.per_layer("sparse_attention_freq", n_layers, 0, 1)
         sparse.require("use_sparse_attention", True, False)
-        if sparse.data.get("use_sparse_attention") is False:
+        if not sparse.raw("use_sparse_attention", True):
             layers = (False,) * n_layers
-        for i, (is_sparse, no_value) in enumerate(
-            zip(layers, sparse.data.get("sparse_disable_index_value") or layers, strict=False)
-        ):
+        key = "sparse_disable_index_value"
+        no_values = sparse.per_layer(key, n_layers, 0, 1) if sparse.has(key) else layers
+        for i, (is_sparse, no_value) in enumerate(zip(layers, no_values, strict=True)):
             if is_sparse and not no_value:
                 raise ConfigError(
-                    f"{sparse.where}sparse_disable_index_value[{i}] is {no_value!r}: an indexer with a"
-                    " value path is not implemented"
+                    f"{sparse.where}{key}[{i}] is 0: an indexer with a value path is not implemented"
                 )
     else:
         sparse = text
         prefix = "index_"
         names = ("head_dim", "n_heads", "topk_blocks", "block_size", "local_blocks", "init_blocks")
-        layers = text.kinds("layer_types", "full_attention", "minimax_m3_sparse")
+        layers = text.per_layer("layer_types", n_layers, "full_attention", "minimax_m3_sparse")
     sparse.require("index_topk_freq", 1)
     dim, heads, top, block, local, init = (prefix + name for name in names)
     n_heads = sparse.number(heads)
@@ -383,10 +381,9 @@ def _sparse(text: _Reader, n_layers: int, num_kv_heads: int) -> dict[str, Any]:
         "block_size": sparse.number(block),
         "top_blocks": sparse.number(top),
         "local_blocks": sparse.number(local, default=1),
-        "init_blocks": int(sparse.number(init, default=0) if sparse.has(init) else 0),
+        "init_blocks": sparse.number(init, default=0),
         "sparse_layers": layers,
     }
-    sparse.seen.add(init)
     if sparse is not text:
-        sparse.warn_unknown(_IGNORED_SPARSE)
+        sparse.warn_unknown(frozenset())
     return values

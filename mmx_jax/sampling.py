@@ -64,7 +64,8 @@ def _draw(logits: Float[Array, "B V"], positions: Int[Array, " B"], sampling: Sa
     n_vocab = logits.shape[-1]
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1)[:, None]
     ids = jnp.broadcast_to(jnp.arange(n_vocab, dtype=jnp.int32), logits.shape)
-    negated, ids = lax.sort((-logits / temperature, ids), num_keys=1, is_stable=True)
+    below = jnp.max(logits, axis=-1, keepdims=True) - logits  # a tiny temperature cannot overflow the best
+    negated, ids = lax.sort((below / temperature, ids), num_keys=1, is_stable=True)
     scaled = -negated  # descending
 
     rank = jnp.arange(n_vocab)

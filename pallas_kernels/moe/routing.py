@@ -17,7 +17,7 @@ class Routing:
     experts: Int[Array, "T X"]
     weights: Float[Array, "T X"]
     order: Int[Array, " T*X"]
-    offsets: Int[Array, " E+1"]
+    offsets: Int[Array, " ends"]
 
 
 def make_routing(
