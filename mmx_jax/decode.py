@@ -24,6 +24,7 @@ from mmx_jax import versions
 from mmx_jax.errors import InputError, MmxError
 
 if TYPE_CHECKING:
+    from mmx_jax.chat import ThinkingMode
     from mmx_jax.generate import Completion, Event, Model
     from mmx_jax.loading import Source
 
@@ -205,7 +206,7 @@ def _prompts(args: argparse.Namespace, source: "Source") -> list[list[int]]:
     """The prompts as token ids."""
     if args.thinking_mode and not (args.messages or args.prompt_file):
         raise InputError("--thinking-mode needs --messages")
-    thinking = args.thinking_mode or "adaptive"
+    thinking: "ThinkingMode" = args.thinking_mode or "adaptive"
     if args.prompt is not None:
         return [_encode(source, args.prompt)]
     if args.prompt_ids is not None:
@@ -230,7 +231,7 @@ def _prompts(args: argparse.Namespace, source: "Source") -> list[list[int]]:
     raise InputError("no prompt: give --prompt, --prompt-file, --prompt-ids or --messages")
 
 
-def _one_of_many(source: "Source", value: Any, thinking: str, where: str) -> list[int]:
+def _one_of_many(source: "Source", value: Any, thinking: "ThinkingMode", where: str) -> list[int]:
     if isinstance(value, dict) and "messages" in value:
         return _render(source, value, thinking, where)
     if isinstance(value, dict) and len(value) == 1:
@@ -251,7 +252,7 @@ def _encode(source: "Source", text: str) -> list[int]:
     return source.tokenizer.encode(text)
 
 
-def _render(source: "Source", value: Any, thinking: str, where: str) -> list[int]:
+def _render(source: "Source", value: Any, thinking: "ThinkingMode", where: str) -> list[int]:
     if source.chat is None or source.tokenizer is None:
         raise InputError(f"{source.path}: messages need its tokenizer.json and chat_template.jinja")
     request = value if isinstance(value, dict) else {"messages": value}

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array
+from jaxtyping import Array, DTypeLike
 
 from mmx_jax.cache import PagePool, Pages, make_pages
 from mmx_jax.config import ModelConfig
@@ -107,7 +107,8 @@ class Program:
     @property
     def temp_bytes(self) -> int:
         """Scratch memory it takes while it runs."""
-        return self.run.memory_analysis().temp_size_in_bytes
+        analysis = self.run.memory_analysis()
+        return 0 if analysis is None else analysis.temp_size_in_bytes
 
 
 class Engine:
@@ -168,7 +169,7 @@ class Engine:
         for shape in self.chunks:
             jobs[f"prefill {shape[0]}x{shape[1]}"] = (
                 on_leaves(partial(prefill, ops=ops)),
-                (*state_args, abstract(self._chunk(*shape))),
+                (*state_args, abstract(self.empty_chunk(*shape))),
             )
         options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform)
 
@@ -188,34 +189,40 @@ class Engine:
         """Host arrays of a batch in which no row is active."""
         b = self.batch
         return Batch(
-            page_table=np.full((b, self.blocks_per_row), -1, np.int32),
-            lengths=np.zeros(b, np.int32),
-            last_token=np.zeros(b, np.int32),
-            remaining=np.zeros(b, np.int32),
-            ignore_eos=np.zeros(b, bool),
-            want_logprobs=np.zeros(b, bool),
-            seen=np.zeros((b, self.config.vocab_size), bool),
+            page_table=_host((b, self.blocks_per_row), np.int32, -1),
+            lengths=_host(b, np.int32),
+            last_token=_host(b, np.int32),
+            remaining=_host(b, np.int32),
+            ignore_eos=_host(b, bool),
+            want_logprobs=_host(b, bool),
+            seen=_host((b, self.config.vocab_size), bool),
             sampling=Sampling(
-                temperature=np.zeros(b, np.float32),
-                top_k=np.zeros(b, np.int32),
-                top_p=np.ones(b, np.float32),
-                min_p=np.zeros(b, np.float32),
-                repetition_penalty=np.ones(b, np.float32),
-                seed=np.zeros(b, np.uint32),
+                temperature=_host(b, np.float32),
+                top_k=_host(b, np.int32),
+                top_p=_host(b, np.float32, 1),
+                min_p=_host(b, np.float32),
+                repetition_penalty=_host(b, np.float32, 1),
+                seed=_host(b, np.uint32),
             ),
         )
 
-    def _chunk(self, n_rows: int, length: int) -> Chunk:
+    def empty_chunk(self, n_rows: int, length: int) -> Chunk:
+        """Host arrays of a prefill chunk without tokens."""
         return Chunk(
-            page_table=np.full((n_rows, self.blocks_per_row), -1, np.int32),
-            start=np.zeros(n_rows, np.int32),
-            tokens=np.zeros((n_rows, length), np.int32),
-            n_valid=np.zeros(n_rows, np.int32),
+            page_table=_host((n_rows, self.blocks_per_row), np.int32, -1),
+            start=_host(n_rows, np.int32),
+            tokens=_host((n_rows, length), np.int32),
+            n_valid=_host(n_rows, np.int32),
         )
 
     def start(self, weights: Sequence[Array], requests: Sequence[Request]) -> "Decoding":
         """Admit up to `batch` requests. `weights` are the leaves of the model's `nnx.state`."""
         return Decoding(self, weights, requests)
+
+
+def _host(shape: int | tuple[int, ...], dtype: DTypeLike, fill: float = 0) -> Any:
+    """A writable array on the host, where the type checker expects one of JAX; programs take both."""
+    return np.full(shape, fill, dtype)
 
 
 class Decoding:
@@ -273,7 +280,7 @@ class Decoding:
     def _prefill_chunk(
         self, shape: tuple[int, int], rows: Sequence[int], prompts: list[np.ndarray], done: list[int]
     ) -> None:
-        chunk = self.engine._chunk(*shape)
+        chunk = self.engine.empty_chunk(*shape)
         for i, row in enumerate(rows):
             piece = prompts[row][done[row] : done[row] + shape[1]]
             chunk.page_table[i] = self.batch.page_table[row]

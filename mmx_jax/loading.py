@@ -21,8 +21,9 @@ from mmx_jax.mesh import make_mesh, sharding
 from mmx_jax.model import M3, abstract_model
 from mmx_jax.params import assign, parameters
 from mmx_jax.plan import memory_plan
+from mmx_jax.shards import open_checkpoint
 from mmx_jax.tokenizer import Tokenizer
-from mmx_jax.weights import LoadPlan, open_checkpoint, plan_load
+from mmx_jax.weights import LoadPlan, plan_load
 from pallas_kernels.ops import Ops, resolve
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}

@@ -1,7 +1,5 @@
 """Devices as a mesh, and the one table that says how each array lies on them."""
 
-from collections.abc import Sequence
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -13,9 +11,9 @@ AXIS = "device"
 SHARDINGS: dict[str, PartitionSpec] = {"*": PartitionSpec()}
 
 
-def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of the given devices; by default of the first one JAX sees."""
-    return Mesh(np.asarray(devices or jax.devices()[:1]), (AXIS,))
+def make_mesh() -> Mesh:
+    """A mesh of the first device that JAX sees."""
+    return Mesh(np.asarray(jax.devices()[:1]), (AXIS,))
 
 
 def sharding(mesh: Mesh) -> NamedSharding:

@@ -52,7 +52,7 @@ class MemoryPlan:
             )
 
 
-def device_bytes(device: jax.Device) -> int:
+def device_bytes(device: Any) -> int:
     """Memory that programs can use on a device; a CPU's is the machine's."""
     stats: dict[str, Any] = device.memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

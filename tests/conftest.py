@@ -11,7 +11,9 @@ from jaxtyping import install_import_hook
 
 import tests.typecheck  # noqa: F401  the hook looks it up by name
 
-install_import_hook(["mmx_jax", "pallas_kernels"], "tests.typecheck.checked")
+# Modules that take user's input check it themselves, and tests hand them wrong types on purpose.
+_ARRAYS = ("attention", "cache", "engine", "graph", "model", "moe", "params", "rope", "sampling")
+install_import_hook(["pallas_kernels", *(f"mmx_jax.{name}" for name in _ARRAYS)], "tests.typecheck.checked")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
@@ -38,7 +40,8 @@ def m3_dir() -> Path:
 CHAT_TEMPLATE = """\
 {{- ']~!b[' -}}
 {%- for message in messages -%}{{ ']~b]' ~ message.role ~ '\\n' ~ message.content ~ '[e~[\\n' }}{%- endfor -%}
-{%- if add_generation_prompt -%}{{ ']~b]ai\\n' ~ ('<mm:think>' if thinking_mode == 'enabled' else '') }}{%- endif -%}
+{%- if add_generation_prompt -%}{{ ']~b]ai\\n' }}{%- endif -%}
+{%- if thinking_mode == 'enabled' -%}{{ '<mm:think>' }}{%- endif -%}
 """
 
 

@@ -123,7 +123,7 @@ def test_plan_of_the_released_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--checkpoint", str(bundled("minimax_m3.json")), "--plan"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"all weights\s*\S\s*426,174,572,928", out)
-    # MODEL.md: routed experts 413.1e9 parameters; per token 122,880 bytes of K and V and 14,592 of index keys.
+    # A token takes 60 x 2 KB of K and V and 57 x 256 B of index keys.
     assert re.search(
         rf"routed experts\s*\S\s*{57 * 128 * 3 * 3072 * 6144:,}\s*\S\s*{57 * 128 * 6 * 3072 * 6144:,}", out
     )

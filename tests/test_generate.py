@@ -225,7 +225,7 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: object)
         ([5, 352], "token id 352 is outside the vocabulary"),
         ([[5], [-1]], "token id -1 is outside the vocabulary"),
         ([5] * 128, "the prompt has 128 tokens and max_length is 128"),
-        ([np.array([5, 1.5])], "a prompt is a text or a list of token ids"),
+        ([[5, 1.5]], "a prompt is a text or a list of token ids"),
     ],
 )
 def test_bad_prompts_are_refused_before_anything_runs(model: mmx_jax.Model, prompt, message: str) -> None:
@@ -239,8 +239,8 @@ def test_bad_prompts_are_refused_before_anything_runs(model: mmx_jax.Model, prom
         ([], "no token ids"),
         ([[1, 2], [3]], "must have the same length"),
         ([1, 352], "token id 352"),
-        (np.array([1.0]), "expected token ids"),
-        (np.array(["a"]), "expected token ids"),
+        ([1.0], "expected token ids"),
+        (["a"], "expected token ids"),
     ],
 )
 def test_bad_ids_are_refused_by_the_forward(model: mmx_jax.Model, ids, message: str) -> None:

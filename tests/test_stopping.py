@@ -56,7 +56,7 @@ def test_without_a_tokenizer_there_are_only_tokens() -> None:
 
 @given(st.text("aab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_any_stops(text: str, stops: list[str]) -> None:
-    """The answer ends where the first stop text to be completed begins, the longest such if several end there."""
+    """The answer ends where the stop text begins that is complete first; the longest, if several are."""
     ends = [(text.index(s) + len(s), text.index(s)) for s in stops if s in text]
     answer = Answer(TOKENIZER, (), stops)
     shown = "".join(push_all(answer, text))

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from mmx_jax import weights
 from mmx_jax.errors import CheckpointError
-from mmx_jax.weights import Checkpoint, TensorInfo, open_checkpoint, plan_load
+from mmx_jax.shards import Checkpoint, TensorInfo, open_checkpoint
+from mmx_jax.weights import plan_load
 
 GOLDEN = Path(__file__).parent / "golden"
 BF16 = np.dtype(ml_dtypes.bfloat16)

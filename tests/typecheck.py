@@ -8,5 +8,5 @@ _check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 
 def checked(function: Callable) -> Callable:
-    """Check calls of `function`, unless it is a constructor: JAX builds pytrees of shapes as well as arrays."""
+    """Check calls of `function`, unless it is a constructor: JAX builds pytrees of shapes too."""
     return function if function.__name__ == "__init__" else _check(function)
