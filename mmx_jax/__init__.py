@@ -27,6 +27,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tokenizer":  # public as a module: mmx_jax.tokenizer.load(DIR)
+        return importlib.import_module("mmx_jax.tokenizer")
     if name not in _HOMES:
         raise AttributeError(f"module 'mmx_jax' has no attribute {name!r}")
     return getattr(importlib.import_module(f"mmx_jax.{_HOMES[name]}"), name)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import DTypeLike
 
 from mmx_jax import chat, tokenizer
 from mmx_jax.chat import ChatTemplate
@@ -190,7 +192,7 @@ def load(
     *,
     max_length: int | None = None,
     batch: int = 1,
-    dtype: str = "bfloat16",
+    dtype: str | DTypeLike = "bfloat16",
     kernels: str = "auto",
     attention: str = "sparse",
     layers: int | None = None,
@@ -205,6 +207,7 @@ def load(
 
     Raises a subclass of MmxError that names the file, tensor, key or value, before any weight is read.
     """
+    dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     return Source(directory, Settings(dtype, kernels, attention, layers)).load(batch, max_length, progress)
 
 
