@@ -15,8 +15,8 @@ import pytest
 
 from pallas_kernels.block_attention.reference import block_attention
 from pallas_kernels.block_select.reference import block_select
-from pallas_kernels.moe.reference import moe, swigluoai, tile_rows
-from pallas_kernels.moe.routing import make_routing
+from pallas_kernels.moe.reference import moe, swigluoai
+from pallas_kernels.moe.routing import make_routing, tile_rows
 from pallas_kernels.paging import PagedRows
 from pallas_kernels.qk_norm_rope.reference import qk_norm_rope, rms_norm
 from pallas_kernels.qmatmul.reference import qmatmul
@@ -151,7 +151,10 @@ def test_make_routing():
     routing = make_routing(experts, jnp.ones((4, 2)), jnp.array([True, True, False, True]), 5)
     # pairs 0..7 go to 2 0 | 4 2 | - - | 2 4
     np.testing.assert_array_equal(routing.order, [1, 0, 3, 6, 2, 7, 4, 5])
-    np.testing.assert_array_equal(routing.offsets, [0, 1, 1, 4, 4, 6])
+    # Experts 0, 2 and 4 have one tile each, of one, three and two pairs.
+    np.testing.assert_array_equal(routing.tile_expert, [0, 2, 4, -1, -1, -1])
+    np.testing.assert_array_equal(routing.tile_start[:3], [0, 1, 4])
+    np.testing.assert_array_equal(routing.tile_count, [1, 3, 2, 0, 0, 0])
 
 
 D, F, X = 13, 11, 3
@@ -217,7 +220,7 @@ def test_moe(n_tokens: int, n_experts: int, kind: str):
     got = run_moe(x, experts, weights, np.ones(n_tokens, bool), *map(qtensor, matrices))
     close(got, *moe_oracle(x, experts, weights, matrices))
     if n_tokens > 1 and kind != "random":
-        assert np.bincount(experts.reshape(-1)).max() > tile_rows(n_tokens * X, n_experts)
+        assert np.bincount(experts.reshape(-1)).max() > tile_rows(n_tokens, X, n_experts)
 
 
 def test_moe_in_bfloat16():

@@ -20,12 +20,6 @@ def swigluoai(
     return (u + 1) * g * jax.nn.sigmoid(alpha * g)
 
 
-def tile_rows(n_pairs: int, n_experts: int) -> int:
-    """Rows of one tile: about the pairs that an expert can expect, from 8 to 128."""
-    expected = 1 << max(n_pairs // n_experts - 1, 0).bit_length()
-    return min(max(expected, 8), 128, n_pairs)
-
-
 def moe(
     x: Float[Array, "T D"],
     routing: Routing,
@@ -43,19 +37,14 @@ def moe(
     runs in the router's order, so it does not depend on how the experts are stored.
     """
     n_tokens, d_model = x.shape
-    n_experts, top_k = gate.shape[0], routing.experts.shape[1]
+    top_k = routing.experts.shape[1]
     n_pairs = n_tokens * top_k
-    rows = tile_rows(n_pairs, n_experts)
-    counts = jnp.diff(routing.offsets)
-    tile_ends = jnp.cumsum((counts + rows - 1) // rows)
-    max_tiles = min(n_pairs, n_pairs // rows + n_experts)
 
     def expert_tile(tile: Array, out: Array) -> Array:
-        expert = jnp.searchsorted(tile_ends, tile, side="right")
-        first = jnp.where(expert > 0, tile_ends[expert - 1], 0)
-        row = routing.offsets[expert] + (tile - first) * rows + jnp.arange(rows)
-        live = row < routing.offsets[expert + 1]
-        pair = routing.order[jnp.where(live, row, 0)]
+        expert = routing.tile_expert[tile]
+        row = jnp.arange(routing.tile_rows)
+        live = row < routing.tile_count[tile]
+        pair = routing.order[jnp.where(live, routing.tile_start[tile] + row, 0)]
         inputs = jnp.where(live[:, None], x[pair // top_k], 0)
         hidden = swigluoai(
             qmatmul(inputs, gate.expert(expert)), qmatmul(inputs, up.expert(expert)), alpha, limit
@@ -63,9 +52,10 @@ def moe(
         return out.at[jnp.where(live, pair, n_pairs)].set(qmatmul(hidden, down.expert(expert)), mode="drop")
 
     def step(out: Array, tile: Array) -> tuple[Array, None]:
-        return lax.cond(tile < tile_ends[-1], expert_tile, lambda _, out: out, tile, out), None
+        used = routing.tile_expert[tile] >= 0
+        return lax.cond(used, expert_tile, lambda _, out: out, tile, out), None
 
     out = jnp.zeros((n_pairs, d_model), wide_dtype(x.dtype))
-    out, _ = lax.scan(step, out, jnp.arange(max_tiles))
+    out, _ = lax.scan(step, out, jnp.arange(routing.tile_expert.shape[0]))
     weighted = out.reshape(n_tokens, top_k, d_model)
     return jnp.einsum("txd,tx->td", weighted, wide(routing.weights).astype(out.dtype), precision=EXACT)

@@ -5,19 +5,36 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+# Up to this many tokens an expert has few rows, and tiles of the fewest rows a matrix unit takes serve best.
+DECODE_TOKENS = 128
+MIN_TILE_ROWS = 8
+MAX_TILE_ROWS = 128
+
 
 @dataclass(frozen=True)
 class Routing:
-    """T tokens with X experts each, and the T * X (token, expert) pairs in the order of their experts.
+    """T tokens with X experts each; their T * X (token, expert) pairs, cut into tiles of one expert each.
 
-    Pair p belongs to token p // X. The pairs of expert e are `order[offsets[e]:offsets[e + 1]]`; those of
-    padding tokens come after `offsets[E]` and belong to no expert.
+    Pair p belongs to token p // X. Tile i holds the pairs `order[start:start + count]`, at most `tile_rows`
+    of them, all of expert `tile_expert[i]`; unused tiles come last, with expert -1 and count 0. Pairs of
+    padding tokens are in no tile.
     """
 
     experts: Int[Array, "T X"]
     weights: Float[Array, "T X"]
-    order: Int[Array, " T*X"]
-    offsets: Int[Array, " ends"]
+    order: Int[Array, " pairs"]
+    tile_expert: Int[Array, " tiles"]
+    tile_start: Int[Array, " tiles"]
+    tile_count: Int[Array, " tiles"]
+    tile_rows: int
+
+
+def tile_rows(n_tokens: int, top_k: int, n_experts: int) -> int:
+    """Rows of a tile: the fewest for decoding, else about the pairs that an expert can expect."""
+    if n_tokens <= DECODE_TOKENS:
+        return MIN_TILE_ROWS
+    expected = 1 << max(n_tokens * top_k // n_experts - 1, 0).bit_length()
+    return min(max(expected, MIN_TILE_ROWS), MAX_TILE_ROWS)
 
 
 def make_routing(
@@ -26,9 +43,26 @@ def make_routing(
     valid: Bool[Array, " T"],
     n_experts: int,
 ) -> Routing:
-    """Sort the pairs by expert (stable, so by token within an expert)."""
-    experts = jnp.where(valid[:, None], experts, n_experts)
-    flat = experts.reshape(-1)
+    """Sort the pairs by expert (stable, so by token within an expert) and cut them into tiles."""
+    n_tokens, top_k = experts.shape
+    rows, n_pairs = tile_rows(n_tokens, top_k, n_experts), n_tokens * top_k
+    flat = jnp.where(valid[:, None], experts, n_experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     offsets = jnp.searchsorted(flat[order], jnp.arange(n_experts + 1))
-    return Routing(experts, weights, order.astype(jnp.int32), offsets.astype(jnp.int32))
+    n_tiles = (jnp.diff(offsets) + rows - 1) // rows
+    ends = jnp.cumsum(n_tiles)
+
+    tile = jnp.arange(min(n_pairs, n_pairs // rows + n_experts))
+    used = tile < ends[-1]
+    expert = jnp.where(used, jnp.searchsorted(ends, tile, side="right"), 0)
+    start = offsets[expert] + (tile - (ends - n_tiles)[expert]) * rows
+    count = jnp.where(used, jnp.minimum(offsets[expert + 1] - start, rows), 0)
+    return Routing(
+        experts=jnp.where(valid[:, None], experts, n_experts),
+        weights=weights,
+        order=order.astype(jnp.int32),
+        tile_expert=jnp.where(used, expert, -1).astype(jnp.int32),
+        tile_start=jnp.where(used, start, 0).astype(jnp.int32),
+        tile_count=count.astype(jnp.int32),
+        tile_rows=rows,
+    )
