@@ -4,7 +4,6 @@ A page is a block of attention: `block_size` tokens of one layer. All layers sha
 sequence, and index keys travel with K and V.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float
 
 from mmx_jax.config import ModelConfig
-from mmx_jax.errors import InputError
 from pallas_kernels.paging import PagedRows
 
 
@@ -58,20 +56,3 @@ def make_pages(config: ModelConfig, n_pages: int, dtype: DTypeLike) -> Pages:
         )
         for sparse in c.sparse_layers
     )
-
-
-class PagePool:
-    """Which pages are free; host bookkeeping only."""
-
-    def __init__(self, n_pages: int):
-        self._free = list(range(n_pages - 1, -1, -1))
-
-    def take(self, count: int) -> list[int]:
-        """Reserve `count` pages. Raises InputError when the pool has fewer."""
-        if count > len(self._free):
-            raise InputError(f"the cache has {len(self._free)} free pages and {count} are needed")
-        return [self._free.pop() for _ in range(count)]
-
-    def free(self, pages: Sequence[int]) -> None:
-        """Give pages back."""
-        self._free.extend(pages)

@@ -135,6 +135,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def token_ids(value: Any, where: str) -> tuple[int, ...]:
+    """One token id, a list of them, or None for none. Raises ConfigError naming `where` it stands."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if any(isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**31 for x in ids):
+        raise ConfigError(f"{where} is {value!r}: expected token ids")
+    return tuple(ids)
+
+
 def bundled(name: str) -> Path:
     """A file of `configs/`: inside the package when installed, beside it in a checkout."""
     package = Path(__file__).parent
@@ -212,11 +220,7 @@ class _Reader:
     def ids(self, key: str) -> tuple[int, ...]:
         """Token ids: one, a list, or none at all."""
         self.seen.add(key)
-        value = self.data.get(key)
-        ids = [] if value is None else value if isinstance(value, list) else [value]
-        if any(isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < 2**31 for x in ids):
-            raise ConfigError(f"{self.where}{key} is {value!r}: expected token ids")
-        return tuple(ids)
+        return token_ids(self.data.get(key), self.where + key)
 
     def require(self, key: str, *allowed: Any) -> None:
         """A value that, where it is given, has to be one of those the code implements."""

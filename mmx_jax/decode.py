@@ -2,13 +2,16 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import os
+import signal
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 from rich.progress import (
@@ -24,11 +27,8 @@ from mmx_jax import versions
 from mmx_jax.errors import InputError, MmxError
 
 if TYPE_CHECKING:
-    from mmx_jax.chat import ThinkingMode
     from mmx_jax.generate import Completion, Event, Model
-    from mmx_jax.loading import Source
 
-DEMO_PROMPT = "Hello, world"
 MAX_BATCH = 32
 
 
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--min-p", type=float, metavar="P")
     p.add_argument("--repetition-penalty", type=float, metavar="R")
     p.add_argument("--seed", type=int, metavar="S")
-    p.add_argument("--stop", nargs="+", default=[], metavar="TEXT", help="texts that end the answer")
+    p.add_argument("--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="end the answer")
     p.add_argument("--ignore-eos", action="store_true", help="go on after a stop id")
     p.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
     p.add_argument("--kernels", default="auto", help="auto (default), reference, pallas or interpret")
@@ -119,21 +119,33 @@ class _Bars:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code. Bad input is one line on stderr and code 2."""
+    if sys.stderr is None:  # closed by the caller; print would fall back to stdout
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
     bars = _Bars()
     try:
-        return _run(parser().parse_args(argv), bars)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
+            return _run(parser().parse_args(argv), bars)
     except MmxError as error:
-        bars.close()
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        bars.close()
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+        return _fail(bars, str(error))
     except BrokenPipeError:
         # The reader went away; Python would complain again while closing stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        return _fail(bars, f"{error.filename or 'output'}: {error.strerror}")
+    except KeyboardInterrupt:
+        bars.close()
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _fail(bars: _Bars, message: str) -> int:
+    bars.close()
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
 
 
 def _run(args: argparse.Namespace, bars: _Bars) -> int:
@@ -144,17 +156,14 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
         print(f"warning: {problem}", file=sys.stderr)
     # JAX's own default leaves a quarter of the GPU unused; it reads this when the first device is touched.
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    import jax
 
     from mmx_jax.engine import Request, check_capacity, check_request
     from mmx_jax.generate import SamplingParams
     from mmx_jax.loading import Demo, Settings, Source
+    from mmx_jax.prompts import read_prompts
     from mmx_jax.report import print_plan
 
-    if jax.config.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmx_jax" / "programs"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-
+    _keep_programs()
     sampling = SamplingParams(**{f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams)})
     settings = Settings(args.dtype, args.kernels, args.attention, args.layers)
     if args.checkpoint is None:
@@ -165,116 +174,63 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
         source: Source = Demo(settings)
     else:
         source = Source(args.checkpoint, settings)
-    if args.plan:
-        print_plan(source, 1, args.max_length, bars)
-        return 0
     if args.logprobs is not None and not args.json:
         raise InputError("--logprobs needs --json, which is where they are printed")
-    prompts = _prompts(args, source)
-    start = time.perf_counter()
-    needed = max(map(len, prompts)) + args.max_new_tokens
-    batch = min(len(prompts), MAX_BATCH)
+    prompts = read_prompts(args, source)
+    batch = min(max(len(prompts), 1), MAX_BATCH)
     max_length = args.max_length
-    if max_length is None:
+    if max_length is None and prompts:
+        needed = max(len(p.ids) for p in prompts) + args.max_new_tokens
         max_length = _capacity(needed, source.config.max_position)
+    elif max_length is None:
+        max_length = source.default_length
     check_capacity(source.config, batch, max_length)
     for prompt in prompts:
-        check_request(Request(tuple(prompt), args.max_new_tokens), source.config, max_length)
+        try:
+            check_request(Request(tuple(prompt.ids), args.max_new_tokens), source.config, max_length)
+        except InputError as error:
+            raise InputError(f"{prompt.where}: {error}") from None
+    if args.plan:
+        print_plan(source, batch, max_length, bars)
+        return 0
+    if not prompts:
+        raise InputError("no prompt: give --prompt, --prompt-file, --prompt-ids or --messages")
+
+    start = time.perf_counter()
     model = source.load(batch, max_length, bars)
     ready = time.perf_counter()
     done: dict[int, Completion] = {}
-    for event in model.events(prompts, sampling, bars):
+    printed = 0
+    for event in model.events([p.ids for p in prompts], sampling, bars):
         if event.completion is not None:
             done[event.index] = event.completion
-        if args.json:
-            if event.completion is not None:
-                _print_json(event.completion)
-        elif len(prompts) == 1:
+        if len(prompts) == 1 and not args.json:
             _print_piece(event, model)
-        elif event.completion is not None:
-            print(f"[{event.index}] {_text(event.completion, model)}", flush=True)
+            continue
+        while printed in done:  # in the order of the prompts, whichever ends first
+            _print_whole(printed, done[printed], model, args.json)
+            printed += 1
     _print_statistics(list(done.values()), ready - start, time.perf_counter() - ready)
     return 0
+
+
+def _keep_programs() -> None:
+    """Turn JAX's cache of compiled programs on, unless the user chose a place or there is none."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmx_jax" / "programs"
+        cache.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def _capacity(needed: int, max_position: int) -> int:
     """A power of two, so that prompts of many lengths share the same compiled programs."""
     return min(max(1 << (needed - 1).bit_length(), 1024), max_position)
-
-
-def _prompts(args: argparse.Namespace, source: "Source") -> list[list[int]]:
-    """The prompts as token ids."""
-    if args.thinking_mode and not (args.messages or args.prompt_file):
-        raise InputError("--thinking-mode needs --messages")
-    thinking: "ThinkingMode" = args.thinking_mode or "adaptive"
-    if args.prompt is not None:
-        return [_encode(source, args.prompt)]
-    if args.prompt_ids is not None:
-        try:
-            return [[int(i) for i in args.prompt_ids.split(",")]]
-        except ValueError:
-            raise InputError(f"--prompt-ids {args.prompt_ids!r}: expected integers with commas") from None
-    if args.messages is not None:
-        return [_render(source, _json(args.messages, _read(args.messages)), thinking, args.messages)]
-    if args.prompt_file is not None:
-        text = _read(args.prompt_file)
-        if not args.prompt_file.endswith(".jsonl"):
-            return [_encode(source, text)]
-        lines = [
-            (f"{args.prompt_file}:{n}", line) for n, line in enumerate(text.splitlines(), 1) if line.strip()
-        ]
-        if not lines:
-            raise InputError(f"{args.prompt_file}: no prompts in it")
-        return [_one_of_many(source, _json(where, line), thinking, where) for where, line in lines]
-    if args.checkpoint is None:
-        return [_encode(source, DEMO_PROMPT)]
-    raise InputError("no prompt: give --prompt, --prompt-file, --prompt-ids or --messages")
-
-
-def _one_of_many(source: "Source", value: Any, thinking: "ThinkingMode", where: str) -> list[int]:
-    if isinstance(value, dict) and "messages" in value:
-        return _render(source, value, thinking, where)
-    if isinstance(value, dict) and len(value) == 1:
-        value = value.get("prompt", value.get("prompt_ids"))
-    if isinstance(value, str):
-        return _encode(source, value)
-    if isinstance(value, list) and all(isinstance(i, int) and not isinstance(i, bool) for i in value):
-        return value
-    raise InputError(
-        f'{where}: expected a text, a list of ids, {{"prompt": text}}, {{"prompt_ids": [..]}} or'
-        ' {"messages": [..]}'
-    )
-
-
-def _encode(source: "Source", text: str) -> list[int]:
-    if source.tokenizer is None:
-        raise InputError(f"{source.path}: no tokenizer.json; give the prompt as --prompt-ids")
-    return source.tokenizer.encode(text)
-
-
-def _render(source: "Source", value: Any, thinking: "ThinkingMode", where: str) -> list[int]:
-    if source.chat is None or source.tokenizer is None:
-        raise InputError(f"{source.path}: messages need its tokenizer.json and chat_template.jinja")
-    request = value if isinstance(value, dict) else {"messages": value}
-    messages = request.get("messages")
-    if not isinstance(messages, list) or request.keys() - {"messages", "tools"}:
-        raise InputError(f'{where}: expected a list of messages, or {{"messages": [..], "tools": [..]}}')
-    return source.chat.encode(source.tokenizer, messages, tools=request.get("tools"), thinking_mode=thinking)
-
-
-def _read(name: str) -> str:
-    try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise InputError(f"{name}: {reason}") from None
-
-
-def _json(where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error})") from None
 
 
 def _text(completion: "Completion", model: "Model") -> str:
@@ -289,11 +245,14 @@ def _print_piece(event: "Event", model: "Model") -> None:
         print(_text(event.completion, model), flush=True)
 
 
-def _print_json(completion: "Completion") -> None:
+def _print_whole(index: int, completion: "Completion", model: "Model", as_json: bool) -> None:
+    if not as_json:
+        print(f"[{index}] {_text(completion, model)}", flush=True)
+        return
     fields = dataclasses.asdict(completion)
     if completion.logprobs is not None:
         fields["logprobs"] = [token._asdict() for token in completion.logprobs]
-    print(json.dumps(fields, ensure_ascii=False), flush=True)
+    print(json.dumps(fields), flush=True)
 
 
 def _print_statistics(done: "list[Completion]", load_seconds: float, run_seconds: float) -> None:
@@ -307,5 +266,13 @@ def _print_statistics(done: "list[Completion]", load_seconds: float, run_seconds
     )
 
 
+def _interrupted(*_: object) -> NoReturn:
+    """End at once: an import or the compiler may swallow a KeyboardInterrupt, or take long to notice it."""
+    sys.stderr.write("\x1b[?25h\ninterrupted\n" if sys.stderr.isatty() else "\ninterrupted\n")
+    sys.stderr.flush()
+    os._exit(130)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _interrupted)
     sys.exit(main())

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, DTypeLike
 
-from mmx_jax.cache import PagePool, Pages, make_pages
+from mmx_jax.cache import Pages, make_pages
 from mmx_jax.config import ModelConfig
 from mmx_jax.errors import InputError, NonFiniteError
 from mmx_jax.graph import Batch, Chunk, Emitted, decode, prefill
@@ -215,9 +215,12 @@ class Engine:
             n_valid=_host(n_rows, np.int32),
         )
 
-    def start(self, weights: Sequence[Array], requests: Sequence[Request]) -> "Decoding":
-        """Admit up to `batch` requests. `weights` are the leaves of the model's `nnx.state`."""
-        return Decoding(self, weights, requests)
+    def start(self, weights: Sequence[Array], requests: Sequence[Request], first: int = 0) -> "Decoding":
+        """Admit up to `batch` requests, the first of which errors call prompt `first`.
+
+        `weights` are the leaves of the model's `nnx.state`.
+        """
+        return Decoding(self, weights, requests, first)
 
 
 def _host(shape: int | tuple[int, ...], dtype: DTypeLike, fill: float = 0) -> Any:
@@ -231,21 +234,20 @@ class Decoding:
     A row that would outgrow the capacity ends there, as if it had asked for no more tokens.
     """
 
-    def __init__(self, engine: Engine, weights: Sequence[Array], requests: Sequence[Request]):
+    def __init__(self, engine: Engine, weights: Sequence[Array], requests: Sequence[Request], first: int):
         if len(requests) > engine.batch:
             raise InputError(f"{len(requests)} requests and batch is {engine.batch}")
         for request in requests:
             check_request(request, engine.config, engine.max_length)
         self.engine, self.weights, self.requests = engine, list(weights), list(requests)
+        self.first = first
         self.pages: Pages = engine.programs["new pages"].run()
         self.batch = engine.idle_batch()
         self.budget = [min(r.max_new_tokens, engine.max_length - len(r.prompt)) for r in requests]
         self.emitted = [0] * len(requests)
-        pool = PagePool(engine.batch * engine.blocks_per_row)
         b = self.batch
+        b.page_table[:] = np.arange(b.page_table.size).reshape(b.page_table.shape)
         for row, r in enumerate(requests):
-            held = pool.take(-(-(len(r.prompt) + self.budget[row]) // engine.config.block_size))
-            b.page_table[row, : len(held)] = held
             b.lengths[row] = len(r.prompt) - 1
             b.last_token[row] = r.prompt[-1]
             b.remaining[row] = self.budget[row]
@@ -310,8 +312,8 @@ class Decoding:
             if not finite.all():
                 at = self.emitted[row] + int(np.argmin(finite)) + 1
                 raise NonFiniteError(
-                    f"the logits of prompt {row} are not finite at new token {at}: the weights are broken,"
-                    " or the working precision overflows"
+                    f"the logits of prompt {self.first + row} are not finite at new token {at}: the weights"
+                    " are broken, or the working precision overflows"
                 )
             tokens = []
             for n in range(count):

@@ -1,6 +1,7 @@
 """The library: load a checkpoint, look at its forward, continue prompts. Text in, text out."""
 
 import math
+import numbers
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,9 @@ Prompt = str | Ids
 # The pure forward compiles once per padded length, so lengths are rounded up to a multiple of this.
 PAD = 128
 
+# Sampling parameters that neither the caller nor the checkpoint gives.
+OFF = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -53,16 +57,17 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if isinstance(self.stop, str):
+            stop: tuple[str, ...] = (self.stop,)
+        elif isinstance(self.stop, Sequence):
+            stop = tuple(self.stop)
+        else:
+            raise InputError(f"stop {self.stop!r}: expected a text or a list of texts")
         object.__setattr__(self, "stop", stop)
-        integers = ("max_new_tokens", "top_k", "seed", "logprobs")
-        for name in (*integers, "temperature", "top_p", "min_p", "repetition_penalty"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            kind = int if name in integers else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
-                raise InputError(f"{name} {value!r}: expected {'an integer' if kind is int else 'a number'}")
+        for name in ("max_new_tokens", "top_k", "seed", "logprobs"):
+            self._number(name, numbers.Integral, int, "an integer")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            self._number(name, numbers.Real, float, "a number")
         rules = [
             ("max_new_tokens", lambda v: v >= 1, "at least 1"),
             ("temperature", lambda v: v >= 0, "0 (greedy) or more"),
@@ -79,6 +84,19 @@ class SamplingParams:
                 raise InputError(f"{name} {value!r}: it must be {expected}")
         if any(not isinstance(s, str) or not s for s in stop):
             raise InputError("stop: every stop text must be a string that is not empty")
+
+    def _number(self, name: str, kind: type, convert: type, expected: str) -> None:
+        """Check a field that may be None, and make a NumPy number a plain one."""
+        value = getattr(self, name)
+        if value is None:
+            return
+        try:
+            number = convert(value) if isinstance(value, kind) and not isinstance(value, bool) else math.nan
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise InputError(f"{name} {value!r}: expected {expected}")
+        object.__setattr__(self, name, number)
 
 
 class TokenLogProb(NamedTuple):
@@ -141,7 +159,8 @@ class Model:
     ):
         self.tree, self.engine, self.ops = tree, engine, ops
         self.tokenizer, self.chat, self.default_sampling = tokenizer, chat, sampling
-        self._structure = nnx.graphdef(tree)
+        graphdef, state = nnx.split(tree)
+        self._structure = (graphdef, *map(_kind, jax.tree.leaves(state)))
 
     @property
     def config(self) -> ModelConfig:
@@ -197,9 +216,7 @@ class Model:
         """The answer's text, piece by piece, as it is made; never a broken character or part of a stop."""
         if self.tokenizer is None:
             raise InputError("the checkpoint has no tokenizer.json, so there is no text to stream")
-        for event in self.events([prompt], sampling):
-            if event.text:
-                yield event.text
+        return (event.text for event in self.events([prompt], sampling) if event.text)
 
     def events(
         self,
@@ -212,18 +229,23 @@ class Model:
         params = (
             [sampling] * len(many) if sampling is None or isinstance(sampling, SamplingParams) else sampling
         )
+        if any(not isinstance(s, SamplingParams | None) for s in params):
+            raise InputError("sampling is a SamplingParams, or a list with one for each prompt")
         if len(params) != len(many):
             raise InputError(
                 f"{len(params)} sampling parameters for {len(many)} prompts: one for each, or one"
             )
         requests = [self._request(p, s or SamplingParams()) for p, s in zip(many, params, strict=True)]
         stops = [tuple((s or self.default_sampling).stop) for s in params]
+        if self.tokenizer is None and any(stops):
+            raise InputError("the checkpoint has no tokenizer.json, so no stop text can be found")
         graphdef, state = nnx.split(self.tree)
-        if graphdef != self._structure:
-            raise InputError(
-                "the module tree's structure was changed: the compiled programs cannot follow it"
-            )
         weights = jax.tree.leaves(state)
+        if (graphdef, *map(_kind, weights)) != self._structure:
+            raise InputError(
+                "the module tree's structure or a weight's shape was changed: the compiled programs cannot"
+                " follow it"
+            )
         return self._run(requests, stops, weights, progress)
 
     def _run(
@@ -240,7 +262,7 @@ class Model:
                 for i, r in enumerate(turn)
             ]
             start = time.perf_counter()
-            decoding = self.engine.start(weights, turn)
+            decoding = self.engine.start(weights, turn, first)
             decoding.prefill(progress)
             prefilled = time.perf_counter()
             while decoding.active:
@@ -260,23 +282,19 @@ class Model:
                         now = time.perf_counter()
                         completion = _completion(turn[row], answer, prefilled - start, now - prefilled)
                     yield Event(first + row, shown, len(answer.tokens), completion)
+            del decoding  # its pages, before the next turn makes its own
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+    def _request(self, prompt: str | list[int], sampling: SamplingParams) -> Request:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError("the checkpoint has no tokenizer.json: give the prompt as token ids")
             prompt = self.tokenizer.encode(prompt)
-        elif any(isinstance(i, bool) or not isinstance(i, int | np.integer) for i in prompt):
-            raise InputError("a prompt is a text or a list of token ids")
-        off = Request((), 1)
         values = {}
-        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        for name, off in OFF.items():
             given, default = getattr(sampling, name), getattr(self.default_sampling, name)
-            values[name] = (
-                given if given is not None else default if default is not None else getattr(off, name)
-            )
+            values[name] = given if given is not None else default if default is not None else off
         request = Request(
-            prompt=tuple(int(i) for i in prompt),
+            prompt=tuple(prompt),
             max_new_tokens=sampling.max_new_tokens,
             seed=sampling.seed if sampling.seed is not None else secrets.randbits(32),
             ignore_eos=sampling.ignore_eos,
@@ -287,12 +305,29 @@ class Model:
         return request
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[str | list[int]]:
+    """The prompts as texts and lists of ids. One list of ids, the empty one too, is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if all(isinstance(p, int | np.integer) and not isinstance(p, bool) for p in prompts):
-        return [prompts]  # pyright: ignore[reportReturnType]  # one list of ids, the empty one too
-    return list(prompts)  # pyright: ignore[reportReturnType, reportArgumentType]
+    many = prompts if isinstance(prompts, list | tuple) else np.asarray(prompts).tolist()
+    if not isinstance(many, list | tuple) or all(_is_id(p) for p in many):
+        many = [many]
+    return [p if isinstance(p, str) else _ids(p) for p in many]
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _ids(prompt: Any) -> list[int]:
+    values = prompt if isinstance(prompt, list | tuple) else np.asarray(prompt).tolist()
+    if not isinstance(values, list | tuple) or not all(_is_id(i) for i in values):
+        raise InputError("a prompt is a text or a list of token ids")
+    return [int(i) for i in values]
+
+
+def _kind(array: jax.Array) -> tuple[tuple[int, ...], str]:
+    return array.shape, str(array.dtype)
 
 
 def _completion(request: Request, answer: Answer, prefill_s: float, decode_s: float) -> Completion:

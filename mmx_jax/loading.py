@@ -15,7 +15,7 @@ from jaxtyping import DTypeLike
 
 from mmx_jax import chat, tokenizer
 from mmx_jax.chat import ChatTemplate
-from mmx_jax.config import ModelConfig, bundled, read_json
+from mmx_jax.config import ModelConfig, bundled, read_json, token_ids
 from mmx_jax.engine import Engine, Program, Progress, silent
 from mmx_jax.errors import ConfigError, InputError, KernelError
 from mmx_jax.generate import Model, SamplingParams
@@ -60,7 +60,11 @@ class Source:
 
     def __init__(self, path: str | os.PathLike[str], settings: Settings):
         self.path, self.settings = Path(path), settings
-        if not self.path.exists():
+        try:
+            found = self.path.exists()
+        except OSError as error:  # a name too long, for one
+            raise InputError(f"{path}: {error.strerror}") from None
+        if not found:
             raise InputError(_missing(os.fspath(path)))
         self.is_directory = self.path.is_dir()
         config = (ModelConfig.from_dir if self.is_directory else ModelConfig.from_file)(self.path)
@@ -97,8 +101,9 @@ class Source:
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """The union of what generation config, config and tokenizer config say, else the end of a turn."""
-        generation = _token_ids(self._json("generation_config.json"), "eos_token_id")
-        ids = [*generation, *self.config.eos_token_ids]
+        generation = self._json("generation_config.json").get("eos_token_id")
+        where = f"{self.path / 'generation_config.json'}: eos_token_id"
+        ids = [*token_ids(generation, where), *self.config.eos_token_ids]
         if self.tokenizer is not None:
             text = self._json("tokenizer_config.json").get("eos_token")
             text = text.get("content") if isinstance(text, Mapping) else text
@@ -111,18 +116,25 @@ class Source:
 
     @cached_property
     def sampling(self) -> SamplingParams:
-        """The checkpoint's sampling defaults; greedy where it has none or says not to sample."""
+        """The checkpoint's sampling defaults; greedy where it has none or `do_sample` is false.
+
+        A temperature without `do_sample` counts: whoever wrote it meant it.
+        """
         data = self._json("generation_config.json")
-        if data.get("do_sample") is False:
-            return SamplingParams()
+        where = self.path / "generation_config.json"
+        do_sample = data.get("do_sample")
+        if do_sample not in (True, False, None):
+            raise ConfigError(f"{where}: do_sample is {do_sample!r}: expected true or false")
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         values: dict[str, Any] = {name: data[name] for name in names if data.get(name) is not None}
-        if data.get("do_sample") and "temperature" not in values:
-            values["temperature"] = 1.0
+        if do_sample is False:
+            values["temperature"] = 0.0
+        elif do_sample:
+            values.setdefault("temperature", 1.0)
         try:
             return SamplingParams(**values)
         except InputError as error:
-            raise ConfigError(f"{self.path / 'generation_config.json'}: {error}") from None
+            raise ConfigError(f"{where}: {error}") from None
 
     def programs(self, batch: int, max_length: int, progress: Progress = silent) -> dict[str, Program]:
         """The programs, compiled for as few layers as show every kind of layer there is.
@@ -205,9 +217,13 @@ def load(
     A process that shares its GPU memory fraction with no one should set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
     before JAX is imported: the default of 0.75 wastes a quarter of the device.
 
-    Raises a subclass of MmxError that names the file, tensor, key or value, before any weight is read.
+    Raises a subclass of MmxError that names the file, tensor, key or value; before any weight is read, unless
+    it is the weight itself that is broken.
     """
     dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    for name, value in (("max_length", max_length), ("batch", batch), ("layers", layers)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise InputError(f"{name} {value!r}: expected an integer")
     return Source(directory, Settings(dtype, kernels, attention, layers)).load(batch, max_length, progress)
 
 
@@ -218,11 +234,3 @@ def _missing(path: str) -> str:
             f" (hf download {path} --local-dir DIR) and give the directory"
         )
     return f"{path}: no such file or directory"
-
-
-def _token_ids(data: Mapping[str, Any], key: str) -> list[int]:
-    value = data.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ConfigError(f"generation_config.json: {key} is {value!r}: expected token ids")
-    return ids

@@ -5,23 +5,22 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
-from mmx_jax.engine import Progress, check_capacity
+from mmx_jax.engine import Progress
 from mmx_jax.loading import Source
 from mmx_jax.plan import device_bytes, memory_plan
 
 
-def print_plan(source: Source, batch: int, max_length: int | None, progress: Progress) -> None:
+def print_plan(source: Source, batch: int, max_length: int, progress: Progress) -> None:
     """Check everything that can be checked without reading weights, and print it to stdout."""
-    max_length = source.default_length if max_length is None else max_length
-    check_capacity(source.config, batch, max_length)
+    plan = source.weights if source.has_weights else None
+    programs = source.programs(batch, max_length, progress)
     out = Console(highlight=False, soft_wrap=True)
     c = source.config
     out.print(
         f"{source.path}: {c.num_layers} layers ({sum(c.sparse_layers)} block-sparse, {sum(c.moe_layers)} with"
         f" {c.num_experts} experts), dtype {source.settings.dtype}, attention {source.settings.attention}"
     )
-    if source.has_weights:
-        plan = source.weights
+    if plan is not None:
         formats = ", ".join(f"{n} in {name}" for name, n in Counter(plan.formats.values()).items())
         out.print(f"to read: {_size(plan.nbytes)} in {len(plan.paths)} parameters ({formats})")
         for reason, names in plan.skipped.items():
@@ -51,7 +50,7 @@ def print_plan(source: Source, batch: int, max_length: int | None, progress: Pro
 
     table = Table("program (rows x tokens)")
     table.add_column("scratch", justify="right")
-    for name, program in source.programs(batch, max_length, progress).items():
+    for name, program in programs.items():
         table.add_row(name, _size(program.temp_bytes))
     out.print(table)
 
