@@ -67,13 +67,16 @@ def _divide(x: Array, y: Array | float) -> Array:
 
 
 def _block_max(values: Float[Array, "*E F D"], block: tuple[int, int]) -> Float[Array, "*E Fb Db"]:
-    """The largest magnitude of each block of the last two axes, at most 2^127; NaN for a block not finite."""
+    """The largest magnitude of each block of the last two axes, at most 2^127; inf for a block not finite.
+
+    Not NaN, because XLA's maximum may lose a NaN on the CPU.
+    """
     *lead, f, d = values.shape
     pad = [(0, 0)] * len(lead) + [(0, -f % block[0]), (0, -d % block[1])]
-    size = jnp.pad(jnp.abs(values), pad)
+    size = jnp.where(jnp.isfinite(values), jnp.minimum(jnp.abs(values), _MAX), jnp.inf)
+    size = jnp.pad(size, pad)
     f, d = size.shape[-2:]
-    most = size.reshape(*lead, f // block[0], block[0], d // block[1], block[1]).max((-3, -1))
-    return jnp.where(jnp.isfinite(most), jnp.minimum(most, _MAX), jnp.nan)
+    return size.reshape(*lead, f // block[0], block[0], d // block[1], block[1]).max((-3, -1))
 
 
 def _spread(scale: Array, block: tuple[int, int], shape: Shape) -> Array:
@@ -84,11 +87,13 @@ def _spread(scale: Array, block: tuple[int, int], shape: Shape) -> Array:
 
 
 def _scale(most: Array, largest: float, smallest: float, mantissa_bits: int = 23) -> Array:
-    """float32 `most / largest` rounded to so many bits; 1 for zero. The codes' magnitudes are also given.
+    """float32 `most / largest` rounded to so many bits; 1 for zero, NaN for inf.
 
-    `reduce_precision`, because XLA may drop a cast to bfloat16 that is cast back.
+    `largest` and `smallest` are the magnitudes of codes. `reduce_precision`, because XLA may drop a cast to
+    bfloat16 that is cast back.
     """
     scale = jnp.where(most == 0, 1, jnp.maximum(_divide(most, largest), _TINY / smallest))
+    scale = jnp.where(most == jnp.inf, jnp.nan, scale)
     return lax.reduce_precision(scale, 8, mantissa_bits).astype(jnp.float32)
 
 
@@ -282,7 +287,7 @@ class MXFP8(Format):
         most = _block_max(values, (1, self.group))
         exponent = jnp.where(most == 0, 0, jnp.clip(_floor_log2(most) - 8, 10 - 127, 127))
         inverse = _spread(_power_of_two(-exponent), (1, self.group), values.shape)
-        byte = jnp.where(jnp.isnan(most), 255, exponent + 127).astype(jnp.uint8)
+        byte = jnp.where(most == jnp.inf, 255, exponent + 127).astype(jnp.uint8)
         return {"data": E4M3.encode(values * inverse), "scale": byte}
 
     def dequantize(self, buffers: Mapping[str, Array], shape: Shape) -> Float[Array, "*E F D"]:
