@@ -26,8 +26,8 @@ from mmx_jax.mesh import sharding
 from mmx_jax.model import M3
 from mmx_jax.rope import rope_tables
 from mmx_jax.sampling import MAX_LOGPROBS, Sampling
+from pallas_kernels.formats import FORMATS
 from pallas_kernels.ops import Ops
-from pallas_kernels.qtensor import FORMATS
 
 # Progress of a long stage: its name, how much is done, how much there is.
 Progress = Callable[[str, int, int], None]

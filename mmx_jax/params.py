@@ -6,8 +6,9 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels.formats import FORMATS
 from pallas_kernels.qk_norm_rope.reference import rms_norm
-from pallas_kernels.qtensor import FORMATS, QTensor
+from pallas_kernels.qtensor import QTensor
 
 
 class Weight(nnx.Module):
@@ -29,7 +30,7 @@ class Weight(nnx.Module):
 
     def tensor(self) -> QTensor:
         """The weight as the operations take it."""
-        buffers = {name: getattr(self, name)[...] for name in FORMATS[self.format].buffers}
+        buffers = {name: getattr(self, name)[...] for name in FORMATS[self.format].buffers(self.shape)}
         return QTensor(self.format, self.shape, buffers)
 
 

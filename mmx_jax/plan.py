@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from mmx_jax.cache import make_pages
 from mmx_jax.errors import InputError
 from mmx_jax.model import M3
 from mmx_jax.params import parameters
-from pallas_kernels.qtensor import FORMATS
+from pallas_kernels.formats import FORMATS
 
 # Kind of a parameter -> a part of its path; the first that fits counts.
 WEIGHT_KINDS = {
@@ -63,10 +64,14 @@ def memory_plan(model: M3, batch: int, max_length: int) -> MemoryPlan:
     c = model.config
     counts = dict.fromkeys(WEIGHT_KINDS, 0)
     sizes = dict.fromkeys(WEIGHT_KINDS, 0)
+
+    def kind(path: str) -> str:
+        return next(kind for kind, part in WEIGHT_KINDS.items() if part in path)
+
     for path, spec in parameters(model).items():
-        kind = next(kind for kind, part in WEIGHT_KINDS.items() if part in path)
-        counts[kind] += math.prod(spec.shape)
-        sizes[kind] += math.prod(spec.shape) * spec.dtype.itemsize
+        counts[kind(path)] += math.prod(spec.shape)
+    for path, buffer in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        sizes[kind(".".join(map(str, path)))] += math.prod(buffer.shape) * buffer.dtype.itemsize
     blocks = -(-max_length // c.block_size)
     pages = jax.eval_shape(lambda: make_pages(c, batch * blocks, FORMATS[model.embed.format].dtype))
 

@@ -1,45 +1,12 @@
-"""Weights at rest: a format's name, a logical shape and the buffers that the format lists.
+"""Weights at rest: a format's name, a logical shape and the buffers that the format lists."""
 
-`FORMATS` owns everything about a format: which buffers it has, how numbers become buffers and buffers
-numbers, and how many bytes that takes. Nothing else in the project infers any of it. Only the plain formats
-are here; a quantised one is one more entry.
-"""
-
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, DTypeLike
+from jaxtyping import Array
 
-
-@dataclass(frozen=True)
-class PlainFormat:
-    """Unquantised numbers of one dtype, in one buffer called `data`."""
-
-    dtype: DTypeLike
-    buffers: tuple[str, ...] = ("data",)
-
-    def quantize(self, values: Array) -> dict[str, Array]:
-        """Round `values` to this format, half to even."""
-        return {"data": values.astype(self.dtype)}
-
-    def dequantize(self, buffers: Mapping[str, Array]) -> Array:
-        """The numbers that `buffers` stand for; exact."""
-        return buffers["data"]
-
-    def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of all buffers of a tensor of this logical shape."""
-        return math.prod(shape) * jnp.dtype(self.dtype).itemsize
-
-
-FORMATS: dict[str, PlainFormat] = {
-    "bfloat16": PlainFormat(jnp.bfloat16),
-    "float32": PlainFormat(jnp.float32),
-    "float64": PlainFormat(jnp.float64),  # for numerical derivatives, under jax_enable_x64
-}
+from pallas_kernels.formats import FORMATS
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +20,7 @@ class QTensor:
 
     def dequantize(self) -> Array:
         """The tensor's numbers, in its logical shape."""
-        return FORMATS[self.format].dequantize(self.buffers)
+        return FORMATS[self.format].dequantize(self.buffers, self.shape)
 
     def expert(self, index: Array) -> "QTensor":
         """The weight of one expert: every buffer has the experts on its first axis.
