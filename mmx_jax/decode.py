@@ -176,6 +176,8 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
         source = Source(args.checkpoint, settings)
     if args.logprobs is not None and not args.json:
         raise InputError("--logprobs needs --json, which is where they are printed")
+    if args.stop and source.tokenizer is None:
+        raise InputError(f"{source.path}: no tokenizer.json, so no --stop text can be found")
     prompts = read_prompts(args, source)
     batch = min(max(len(prompts), 1), MAX_BATCH)
     max_length = args.max_length

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,30 @@ def test_text_streams_to_stdout(checkpoint: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == answer["text"] + "\n"
 
 
+def test_answers_keep_the_order_of_the_prompts(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second prompt ends at a stop id, long before the first; the line separator is no line's end."""
+    (whole,), _ = ids_of("tiny_vl")
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f"\ufeff{whole[:20]}\n{whole}\n" + json.dumps("a\u2028b", ensure_ascii=False), "utf-8")
+    arguments = ["--checkpoint", str(checkpoint), "--prompt-file", str(file), "--max-length", "128", "--json"]
+    assert main([*arguments, "--dtype", "float32", "--max-new-tokens", "20"]) == 0
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [a["prompt_ids"] for a in answers[:2]] == [whole[:20], whole]
+    assert answers[1]["finish_reason"] == "stop"
+    assert len(answers[1]["token_ids"]) < len(answers[0]["token_ids"])
+    assert len(answers) == 3
+
+
+def test_every_stop_counts(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--prompt", "the cat", "--max-new-tokens", "20", "--ignore-eos"]
+    text = run(checkpoint, *common, capsys=capsys)["text"]
+    first, second = text[2], text[5]
+    stopped = run(checkpoint, *common, "--stop", first, "--stop", second, capsys=capsys)
+    assert stopped["text"] == text[: min(text.index(first), text.index(second))]
+
+
 def test_plan_of_the_released_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--checkpoint", str(bundled("minimax_m3.json")), "--plan"]) == 0
     out = capsys.readouterr().out
@@ -173,6 +198,12 @@ def broken(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "no_config" / "config.json").unlink()
     (root / "bad.json").write_text("{")
     (root / "odd.jsonl").write_text("3\n")
+    (root / "two.jsonl").write_text('"ok"\n{"prompt": ""}\n')
+    (root / "deep.jsonl").write_text("[" * 100_000)
+    (root / "a.txt").write_text("a")
+    (root / "dangling").mkdir()
+    shutil.copy(checkpoint / "config.json", root / "dangling")
+    (root / "dangling" / "model.safetensors").symlink_to(root / "nothing")
     return root
 
 
@@ -212,6 +243,21 @@ def broken(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (["--checkpoint", "{golden}/block128", "--prompt", "a"], "no tokenizer.json; give the prompt as"),
         (["--checkpoint", "{golden}/block128", "--messages", "{broken}/bad.json"], "bad.json: not JSON"),
+        (
+            ["--checkpoint", "{golden}/block128", "--prompt-ids", "1", "--stop", "x"],
+            "no --stop text can be found",
+        ),
+        (
+            ["--checkpoint", "{checkpoint}", "--prompt-file", "{broken}/two.jsonl"],
+            "two.jsonl:2: the prompt is empty",
+        ),
+        (["--checkpoint", "{checkpoint}", "--prompt-file", "{broken}/deep.jsonl"], "deep.jsonl:1: not JSON"),
+        (
+            ["--checkpoint", "{checkpoint}", "--prompt-file", "{broken}/a.txt", "--thinking-mode", "enabled"],
+            "--thinking-mode needs --messages",
+        ),
+        (["--checkpoint", "{broken}/dangling", "--prompt-ids", "1"], "model.safetensors: No such file"),
+        (["--checkpoint", "x" * 300, "--prompt-ids", "1"], "File name too long"),
         (["--prompt", "a", "--prompt-ids", "1"], "not allowed with argument"),
         (["--no-such-flag"], "unrecognized arguments: --no-such-flag"),
         (["--max-new-tokens", "many"], "invalid int value: 'many'"),
@@ -244,6 +290,14 @@ def test_as_a_process(checkpoint: Path, tmp_path: Path) -> None:
     assert len(json.loads(demo.stdout)["token_ids"]) == 3
     assert "demo: a tiny model with random weights" in demo.stderr.splitlines()[0]
     assert "--checkpoint DIR" in demo.stderr.splitlines()[0]
+    with subprocess.Popen(
+        [*command, "--max-new-tokens", "4000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("demo:")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert (process.returncode, err) == (130, "\ninterrupted\n")
     bad = subprocess.run(
         [*command, "--checkpoint", "nowhere"], capture_output=True, text=True, env=environment
     )

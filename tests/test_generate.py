@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import decoders
 
 import mmx_jax
 from mmx_jax import SamplingParams
-from mmx_jax.errors import InputError
+from mmx_jax.errors import InputError, NonFiniteError
 from mmx_jax.loading import Settings, Source
 from mmx_jax.model import forward
 from tests.conftest import GOLDENS
@@ -113,6 +114,29 @@ def test_a_seed_repeats_and_no_seed_does_not(model: mmx_jax.Model) -> None:
     assert draw(None) != draw(None)
 
 
+def test_turns_do_not_pile_up_their_pages(model: mmx_jax.Model) -> None:
+    page_shape = (32, 2, 8, 32)  # 2 rows of 128 tokens, 8 to a page
+    seen = set()
+    for event in model.events([[5]] * 5, SamplingParams(3, ignore_eos=True)):
+        seen.add(sum(a.shape == page_shape and not a.is_deleted() for a in jax.live_arrays()))
+        assert event.n_tokens > 0
+    assert seen == {10}  # K and V of five layers
+
+
+def test_a_broken_row_is_named_by_its_prompt(checkpoint: Path) -> None:
+    model = mmx_jax.load(checkpoint, dtype="float32", max_length=128, batch=2)
+    data = model.tree.embed.data
+    data[...] = data[...].at[7].set(np.nan)
+    with pytest.raises(NonFiniteError, match="prompt 3 are not finite at new token 1"):
+        model.generate([[1], [2], [3], [7]], SamplingParams(2, ignore_eos=True))
+
+
+def test_numpy_numbers_and_arrays_are_welcome(model: mmx_jax.Model) -> None:
+    sampling = SamplingParams(max_new_tokens=np.int64(3), temperature=np.float32(0), ignore_eos=True)
+    for prompt in (np.asarray(IDS), jnp.asarray(IDS), tuple(IDS), [np.int64(i) for i in IDS]):
+        assert model.generate(prompt, sampling)[0].token_ids == GREEDY[:3]
+
+
 def test_each_prompt_may_have_its_own_sampling(model: mmx_jax.Model) -> None:
     both = model.generate([IDS, IDS], [SamplingParams(3), SamplingParams(9, ignore_eos=True)])
     assert [c.token_ids for c in both] == [GREEDY[:3], GREEDY[:9]]
@@ -137,7 +161,7 @@ def test_surgery_shows_in_the_forward_and_new_values_in_the_programs(checkpoint:
 
     model.tree.layers[3].moe.shared = Constant()
     assert np.abs(model.logits(IDS) - trace.logits).max() > 0.1
-    with pytest.raises(InputError, match="structure was changed"):
+    with pytest.raises(InputError, match="shape was changed"):
         model.generate(IDS, SamplingParams(1))
 
 
@@ -164,7 +188,10 @@ def test_dense_attention_needs_no_indexer(checkpoint: Path) -> None:
     ("text", "expected"),
     [
         ("{}", {}),
-        ('{"do_sample": false, "temperature": 0.7}', {}),
+        (
+            '{"do_sample": false, "temperature": 0.7, "repetition_penalty": 1.2}',
+            {"temperature": 0.0, "repetition_penalty": 1.2},
+        ),
         ('{"do_sample": true}', {"temperature": 1.0}),
         ('{"temperature": 0.7, "top_k": 40, "top_p": 0.9}', {"temperature": 0.7, "top_k": 40, "top_p": 0.9}),
     ],
@@ -210,6 +237,9 @@ def test_stop_ids_come_from_everywhere(checkpoint: Path, tmp_path: Path) -> None
         ("logprobs", 21),
         ("stop", ""),
         ("stop", ["a", ""]),
+        ("stop", 5),
+        ("temperature", 10**400),
+        ("temperature", "hot"),
     ],
 )
 def test_sampling_parameters_out_of_range_are_refused(field: str, value: object) -> None:
@@ -225,6 +255,8 @@ def test_sampling_parameters_out_of_range_are_refused(field: str, value: object)
         ([5, 352], "token id 352 is outside the vocabulary"),
         ([[5], [-1]], "token id -1 is outside the vocabulary"),
         ([5] * 128, "the prompt has 128 tokens and max_length is 128"),
+        ([1, [2]], "a prompt is a text or a list of token ids"),
+        (np.array([5.5]), "a prompt is a text or a list of token ids"),
         ([[5, 1.5]], "a prompt is a text or a list of token ids"),
     ],
 )

@@ -1,7 +1,8 @@
 """Routing buffers of static shape: who goes where, sorted by expert, whatever the router chose."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -11,6 +12,7 @@ MIN_TILE_ROWS = 8
 MAX_TILE_ROWS = 128
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
     """T tokens with X experts each; their T * X (token, expert) pairs, cut into tiles of one expert each.
@@ -26,7 +28,7 @@ class Routing:
     tile_expert: Int[Array, " tiles"]
     tile_start: Int[Array, " tiles"]
     tile_count: Int[Array, " tiles"]
-    tile_rows: int
+    tile_rows: int = field(metadata={"static": True})
 
 
 def tile_rows(n_tokens: int, top_k: int, n_experts: int) -> int:
