@@ -2,11 +2,13 @@
 
     python -m pallas_kernels.bench [--op moe qmatmul] [--format int4_g64 ...] [--tokens 1 8 ...]
 
-A row is printed only after its kernel passed the gate: an error, against the reference in float32 on the same
-weights, of at most twice the reference's in bfloat16. Times are kernel times by CUPTI, the median over inputs
-that rotate (other experts, or other weights, each time), so that the L2 cache is cold; all kernels of the
-operation count. Bytes are those of the weights that must be read, with their scales. `read` is the share of
-the rate at which a plain sum reads 4 GiB in the same run. The last line is JSON.
+A row is printed only after its kernel passed the gate: on the same dequantised weights, an error of at most
+twice that of plain JAX in bfloat16. Exact is the reference in float32, or float64 on some of the rows.
+
+Times are kernel times by CUPTI, the median over inputs that rotate (other experts, or other weights, each
+time), so that the L2 cache is cold; all kernels of the operation count. Bytes are those of the weights that
+must be read, with their scales. `read` is the share of the rate at which a plain sum reads 4 GiB in the same
+run. The last line is JSON.
 """
 
 import argparse
@@ -33,7 +35,8 @@ from pallas_kernels.tiles import TILE_FORMATS, nbytes, pack
 
 D, F, E, X = 6144, 3072, 128, 4
 ALPHA, LIMIT = 1.702, 7.0
-ROTATION = 6
+ROTATION = 8
+WARM_UP = 50
 # Name -> rows and columns of a projection.
 PROJECTIONS = {"o_proj": (6144, 8192), "qkv": (9856, 6144), "lm_head": (200064, 6144)}
 
@@ -43,7 +46,8 @@ def kernel_us(function: Callable, inputs: Sequence[tuple]) -> float:
     from jax.experimental.mosaic.gpu import profiler
 
     profile: Any = profiler.Cupti(finalize=False).measure(function, aggregate=False)
-    jax.block_until_ready(function(*inputs[0]))
+    # An idle GPU runs at a low clock at first.
+    jax.block_until_ready([function(*inputs[i % len(inputs)]) for i in range(WARM_UP)])
     times = [sum(ms for _, ms in profile(*arguments)[1]) for arguments in inputs]
     return float(np.median(times)) * 1e3
 
@@ -64,10 +68,12 @@ def random_weight(form: str, shape: tuple[int, ...], seed: int) -> QTensor:
     return QTensor(form, shape, buffers)
 
 
-def gate(got: Array, reference: Array, exact: Array) -> tuple[float, bool]:
+def gate(got: Array, reference: Array, exact: Array | np.ndarray) -> tuple[float, bool]:
     """The kernel's error over the reference's, and whether it passes."""
     g, r, e = (np.asarray(a, np.float64) for a in (got, reference, exact))
-    ratio = float(np.linalg.norm(g - e) / (np.linalg.norm(r - e) + 2.0**-24 * np.linalg.norm(e)))
+    # XLA may keep the reference's intermediates in float32, which leaves it almost no error: what is 2^-7 of
+    # the rounding to bfloat16 that every caller applies is no error of a kernel either.
+    ratio = float(np.linalg.norm(g - e) / (np.linalg.norm(r - e) + 2.0**-16 * np.linalg.norm(e)))
     return ratio, bool(np.isfinite(g).all() and ratio <= 2)
 
 
@@ -119,8 +125,12 @@ def bench_qmatmul(form: str, tokens: Sequence[int], read: float) -> list[dict[st
         for t in [t for t in tokens if t <= qmatmul_triton.MAX_TOKENS]:
             x = jax.random.normal(jax.random.key(t), (t, shape[1])).astype(jnp.bfloat16)
             kernel, reference = jax.jit(qmatmul_triton.qmatmul), jax.jit(qmatmul_reference)
-            exact = reference(x.astype(jnp.float32), weights[0])
-            ratio, passed = gate(kernel(x, packed[0]), reference(x, weights[0]), exact)
+            some = slice(None, None, shape[0] // 256)
+            buffers = {n: b[some] for n, b in weights[0].buffers.items()}
+            few = QTensor(form, (len(buffers["data"]), shape[1]), buffers).dequantize()
+            exact = np.asarray(x, np.float64) @ np.asarray(few, np.float64).T
+            got, reference_out = kernel(x, packed[0])[:, some], reference(x, weights[0])[:, some]
+            ratio, passed = gate(got, reference_out, exact)
             if not passed:
                 raise SystemExit(f"{name} {form}, {t} tokens: error {ratio:.2f} times the reference's")
             us = kernel_us(kernel, [(x, w) for w in packed] * 2)
