@@ -3,6 +3,12 @@
 One program computes 64 weight rows for one tile of tokens, so every weight is read once, by programs that
 stream contiguous tiles; programs of unused tiles end at once. The rows of gate and up are interleaved by
 eights, which puts a feature's gate and up into the same thread's registers: the activation costs no exchange.
+
+Tried on one H200, int4_g64, gate and up of 4 / 28 / 110 experts in µs (this: 29 / 164 / 595):
+- scales loaded after the dot instead of before: 31 / 187 / 646; two or four stages: within 10%, slower.
+- 128 rows a program, 8 warps: 38 / 199 / 712; 8 warps on 64 rows: 56 / 344 / 1262.
+- zero point taken off the sums with row sums of x, instead of off each weight: 30 / 171 / 627.
+- tiles before experts in the grid, evict-first loads, no shift by zero: no difference.
 """
 
 import dataclasses
