@@ -50,8 +50,16 @@ class Checkpoint:
     _maps: dict[Path, mmap.mmap] = field(repr=False)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the mapped file (F8_E8M0 as uint8)."""
+        """The tensor as a read-only view of the mapped file (F8_E8M0 as uint8).
+
+        Raises CheckpointError for a dtype that is not known.
+        """
         info = self.tensors[name]
+        if info.dtype not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise CheckpointError(
+                f"{info.file}: tensor {name}: unknown dtype {info.dtype}; known are {known}"
+            )
         dtype = _DTYPES[info.dtype]
         count = (info.end - info.begin) // dtype.itemsize
         return np.frombuffer(self._maps[info.file], dtype, count, info.begin).reshape(info.shape)

@@ -15,8 +15,13 @@ import tests.typecheck  # noqa: F401  the hook looks it up by name
 _ARRAYS = ("attention", "cache", "engine", "graph", "model", "moe", "params", "rope", "sampling")
 install_import_hook(["pallas_kernels", *(f"mmx_jax.{name}" for name in _ARRAYS)], "tests.typecheck.checked")
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+# The same examples every time; a slow machine is no failure.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("repeatable")
 
 GOLDENS = Path(__file__).parent / "golden"
 

@@ -747,6 +747,28 @@ def test_a_damaged_header_is_a_checkpoint_error_or_harmless(data: st.DataObject)
             assert sum(checkpoint.read(tensor).nbytes for tensor in checkpoint.tensors) == 74400
 
 
+def test_an_unknown_dtype_matters_only_where_it_is_wanted(tmp_path: Path) -> None:
+    data = (GOLDEN / "block128" / "model.safetensors").read_bytes()
+    params = wanted(GOLDEN / "block128", BF16)
+    for name, refused in (
+        ("multi_modal_projector.linear_1.bias", False),
+        ("language_model.model.norm.weight", True),
+    ):
+        header, body = split(data)
+        header[name] |= {"dtype": "F4"}
+        (tmp_path / "model.safetensors").write_bytes(join(header, body))
+        checkpoint = open_checkpoint(tmp_path)
+        with pytest.raises(CheckpointError, match=f"tensor {name}: unknown dtype F4; known are BF16"):
+            checkpoint.read(name)
+        if not refused:
+            plan_load(checkpoint, params)
+            continue
+        with pytest.raises(
+            CheckpointError, match=r"1 cannot be decoded .*norm.weight \(F4 with no scale tensor\)"
+        ):
+            plan_load(checkpoint, params)
+
+
 def test_empty_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no \*\.safetensors file"):
         open_checkpoint(tmp_path)
