@@ -187,6 +187,11 @@ def n_steps(weight: TiledTensor) -> int:
     return weight.data.shape[-3]
 
 
+def pad_columns(x: Float[Array, "T D"], weight: TiledTensor) -> Float[Array, "T steps"]:
+    """`x` with zeros up to the whole steps of `weight`."""
+    return _pad(x, {}, to={-1: n_steps(weight) * TILE_FORMATS[weight.format].step})
+
+
 def nbytes(weight: TiledTensor) -> int:
     """Bytes of one whole weight in the kernels' order."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in (weight.data, weight.scale) if a is not None)

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -191,17 +190,14 @@ Released = tuple[ChatTemplate, Tokenizer, Library, jinja2.Template]
 
 
 @pytest.fixture(scope="session")
-def released() -> Released:
-    if "MMX_M3_DIR" not in os.environ:
-        pytest.skip("MMX_M3_DIR names no released template")
-    path = Path(os.environ["MMX_M3_DIR"])
+def released(m3_dir: Path) -> Released:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value, ensure_ascii=False: json.dumps(
         value, ensure_ascii=ensure_ascii
     )
-    plain = environment.from_string((path / "chat_template.jinja").read_text(encoding="utf-8"))
-    library = Library.from_file(str(path / "tokenizer.json"))
-    return chat.load(path), tokenizer.load(path), library, plain
+    plain = environment.from_string((m3_dir / "chat_template.jinja").read_text(encoding="utf-8"))
+    library = Library.from_file(str(m3_dir / "tokenizer.json"))
+    return chat.load(m3_dir), tokenizer.load(m3_dir), library, plain
 
 
 ARGUMENTS = {

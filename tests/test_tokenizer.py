@@ -5,7 +5,6 @@ MMX_M3_DIR names a directory with the released tokenizer.json; without it those 
 
 import copy
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -104,10 +103,8 @@ def small(
 
 
 @pytest.fixture(scope="session")
-def released() -> Pair:
-    if "MMX_M3_DIR" not in os.environ:
-        pytest.skip("MMX_M3_DIR names no released tokenizer")
-    return pair_from(Path(os.environ["MMX_M3_DIR"]))
+def released(m3_dir: Path) -> Pair:
+    return pair_from(m3_dir)
 
 
 def random_text(rng: random.Random, words: list[str]) -> str:

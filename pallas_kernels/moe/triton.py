@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.moe.routing import Routing
 from pallas_kernels.precision import EXACT
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, pack, tile_dot
+from pallas_kernels.tiles import ROWS, TiledTensor, n_steps, pack, pad_columns, tile_dot
 
 
 @jax.tree_util.register_dataclass
@@ -108,10 +108,7 @@ def _run(
     activation,
     interpret,
 ) -> Array:
-    step = TILE_FORMATS[weight.format].step
-    padding = n_steps(weight) * step - x.shape[1]
-    if padding:
-        x = jnp.pad(x, ((0, 0), (0, padding)))
+    x = pad_columns(x, weight)
     kernel = partial(
         _kernel,
         form=weight.format,

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, tile_dot
+from pallas_kernels.tiles import ROWS, TiledTensor, pad_columns, tile_dot
 
 MAX_TOKENS = 128
 # Programs that keep the 132 multiprocessors of an H200 busy: about three on each.
@@ -44,9 +44,7 @@ def qmatmul(x: Float[Array, "T D"], weight: TiledTensor, *, interpret: bool = Fa
     """`x @ w.T` in float32, as the reference defines it, for up to 128 tokens of bfloat16 `x`."""
     n_tokens = x.shape[0]
     n_tiles, all_steps = weight.data.shape[:2]
-    step = TILE_FORMATS[weight.format].step
-    if padding := n_steps(weight) * step - x.shape[1]:
-        x = jnp.pad(x, ((0, 0), (0, padding)))
+    x = pad_columns(x, weight)
     parts = max(1, min(all_steps, PROGRAMS // n_tiles))
     steps = -(-all_steps // parts)
     parts = -(-all_steps // steps)
