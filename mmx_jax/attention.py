@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from mmx_jax.cache import LayerPages
 from mmx_jax.config import ModelConfig
-from mmx_jax.params import RMSNorm, Weight
+from mmx_jax.params import AnyWeight, RMSNorm, Weight, project, tiled
 from pallas_kernels.ops import Ops
-from pallas_kernels.paging import PagedRows
+from pallas_kernels.paging import LayerPages, PagedRows
+from pallas_kernels.qk_norm_rope.reference import HeadLayout, HeadNorms
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,6 @@ class Step:
     sin: Float[Array, "B T R"]
     ops: Ops
 
-    def norm_rope(self, x: Float[Array, "B T h H"], norm: RMSNorm) -> Float[Array, "B T h H"]:
-        return self.ops.qk_norm_rope(x, norm.weight[...], self.cos, self.sin, eps=norm.eps)
-
 
 class Indexer(nnx.Module):
     """Scores key blocks: one query head per KV head against one shared key head. It has no values.
@@ -31,56 +28,71 @@ class Indexer(nnx.Module):
     Selection is discrete, so the gradient of any loss with respect to these weights is exactly zero.
     """
 
-    def __init__(self, config: ModelConfig, format: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: str, *, rngs: nnx.Rngs):
         c = config
-        self.heads = (c.num_kv_heads, c.index_head_dim)
-        self.q = Weight((c.num_kv_heads * c.index_head_dim, c.hidden_size), format, rngs=rngs)
-        self.k = Weight((c.index_head_dim, c.hidden_size), format, rngs=rngs)
+        self.q = Weight((c.num_kv_heads * c.index_head_dim, c.hidden_size), dtype, rngs=rngs)
+        self.k = Weight((c.index_head_dim, c.hidden_size), dtype, rngs=rngs)
         self.q_norm = RMSNorm(c.index_head_dim, c.rms_norm_eps, rngs=rngs)
         self.k_norm = RMSNorm(c.index_head_dim, c.rms_norm_eps, rngs=rngs)
-
-    def __call__(
-        self, x: Float[Array, "B T D"], step: Step
-    ) -> tuple[Float[Array, "B T K I"], Float[Array, "B T I"]]:
-        """Index queries and index keys of the new tokens."""
-        qmatmul = step.ops.qmatmul
-        q = qmatmul(x, self.q.tensor()).astype(x.dtype).reshape(*x.shape[:2], *self.heads)
-        k = qmatmul(x, self.k.tensor()).astype(x.dtype)[:, :, None]
-        return step.norm_rope(q, self.q_norm), step.norm_rope(k, self.k_norm)[:, :, 0]
 
 
 class Attention(nnx.Module):
     """Grouped-query attention, block-sparse where the layer has an indexer and dense where it has none."""
 
-    def __init__(self, config: ModelConfig, sparse: bool, format: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, sparse: bool, dtype: str, *, rngs: nnx.Rngs):
         c = config
         self.config = c
-        self.q = Weight((c.num_heads * c.head_dim, c.hidden_size), format, rngs=rngs)
-        self.k = Weight((c.num_kv_heads * c.head_dim, c.hidden_size), format, rngs=rngs)
-        self.v = Weight((c.num_kv_heads * c.head_dim, c.hidden_size), format, rngs=rngs)
-        self.o = Weight((c.hidden_size, c.num_heads * c.head_dim), format, rngs=rngs)
+        self.layout = HeadLayout(
+            c.num_heads, c.num_kv_heads, c.head_dim, c.index_head_dim if sparse else None
+        )
+        self.q = Weight((c.num_heads * c.head_dim, c.hidden_size), dtype, rngs=rngs)
+        self.k = Weight((c.num_kv_heads * c.head_dim, c.hidden_size), dtype, rngs=rngs)
+        self.v = Weight((c.num_kv_heads * c.head_dim, c.hidden_size), dtype, rngs=rngs)
+        self.o: AnyWeight = Weight((c.hidden_size, c.num_heads * c.head_dim), dtype, rngs=rngs)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, rngs=rngs)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, rngs=rngs)
-        self.indexer = Indexer(c, format, rngs=rngs) if sparse else None
+        self.indexer = Indexer(c, dtype, rngs=rngs) if sparse else None
+
+    @property
+    def projections(self) -> list[AnyWeight]:
+        """The weights that read the layer's input, in the order of `HeadLayout`."""
+        if hasattr(self, "tiled"):
+            return list(self.tiled)
+        index = [] if self.indexer is None else [self.indexer.q, self.indexer.k]
+        return [self.q, self.k, self.v, *index]
+
+    def pack(self) -> None:
+        """Hold the weights in the kernels' order."""
+        self.tiled = nnx.List(tiled(self.projections))
+        [self.o] = tiled([self.o])
+        del self.q, self.k, self.v
+        if self.indexer is not None:
+            del self.indexer.q, self.indexer.k
+
+    @property
+    def head_norms(self) -> HeadNorms:
+        indexer = self.indexer
+        index = (None, None) if indexer is None else (indexer.q_norm.weight[...], indexer.k_norm.weight[...])
+        return HeadNorms(self.q_norm.weight[...], self.k_norm.weight[...], *index)
 
     def __call__(
         self, x: Float[Array, "B T D"], pages: LayerPages, step: Step
     ) -> tuple[Float[Array, "B T D"], LayerPages, Int[Array, "B T K P"] | None]:
         """The layer's output, the pages with the new tokens in them, and the blocks each KV head chose."""
         c, ops = self.config, step.ops
-
-        def project(weight: Weight) -> Float[Array, "B T h H"]:
-            return ops.qmatmul(x, weight.tensor()).astype(x.dtype).reshape(*x.shape[:2], -1, c.head_dim)
-
-        q = step.norm_rope(project(self.q), self.q_norm)
-        k = step.norm_rope(project(self.k), self.k_norm)
-        v = project(self.v)
-        if self.indexer is None:
-            pages = pages.append(k, v, None, step.rows)
-            blocks = None
-        else:
-            index_q, index_k = self.indexer(x, step)
-            pages = pages.append(k, v, index_k, step.rows)
+        projected = project(x, self.projections, ops).astype(x.dtype)
+        q, index_q, pages = ops.qk_norm_rope(
+            projected,
+            self.layout,
+            self.head_norms,
+            step.cos,
+            step.sin,
+            pages,
+            step.rows,
+            eps=c.rms_norm_eps,
+        )
+        blocks = None
+        if index_q is not None:
             blocks = ops.block_select(
                 index_q,
                 pages.index_k,
@@ -89,5 +101,5 @@ class Attention(nnx.Module):
                 local_blocks=c.local_blocks,
                 init_blocks=c.init_blocks,
             )
-        out = ops.block_attention(q, pages.k, pages.v, step.rows, blocks)
+        out = ops.block_attention(q, pages, step.rows, blocks)
         return ops.qmatmul(out.reshape(*x.shape[:2], -1), self.o.tensor()).astype(x.dtype), pages, blocks

@@ -4,41 +4,11 @@ A page is a block of attention: `block_size` tokens of one layer. All layers sha
 sequence, and index keys travel with K and V.
 """
 
-from dataclasses import dataclass
-
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import DTypeLike
 
 from mmx_jax.config import ModelConfig
-from pallas_kernels.paging import PagedRows
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LayerPages:
-    """One layer's pages, head-major because each KV head picks its own blocks."""
-
-    k: Float[Array, "pages K C H"]
-    v: Float[Array, "pages K C H"]
-    index_k: Float[Array, "pages C I"] | None
-
-    def append(
-        self,
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K H"],
-        index_k: Float[Array, "B T I"] | None,
-        rows: PagedRows,
-    ) -> "LayerPages":
-        """Write the new tokens' keys and values; those of padding tokens go nowhere."""
-        n_pages, _, block_size, _ = self.k.shape
-        page, offset = rows.slots(block_size, n_pages)
-        return LayerPages(
-            self.k.at[page, :, offset].set(k, mode="drop"),
-            self.v.at[page, :, offset].set(v, mode="drop"),
-            self.index_k if index_k is None else self.index_k.at[page, offset].set(index_k, mode="drop"),  # pyright: ignore[reportOptionalMemberAccess]
-        )
-
+from pallas_kernels.paging import LayerPages
 
 Pages = tuple[LayerPages, ...]
 

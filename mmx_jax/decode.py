@@ -28,6 +28,7 @@ from mmx_jax.errors import InputError, MmxError
 
 if TYPE_CHECKING:
     from mmx_jax.generate import Completion, Event, Model
+    from pallas_kernels.ops import Ops
 
 MAX_BATCH = 32
 
@@ -70,6 +71,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ignore-eos", action="store_true", help="go on after a stop id")
     p.add_argument("--dtype", default="bfloat16", help="bfloat16 (default) or float32")
     p.add_argument("--kernels", default="auto", help="auto (default), reference, pallas or interpret")
+    p.add_argument(
+        "--recipe", metavar="NAME", help="round the weights while loading: int8, int4_g64, FILE.json .."
+    )
     p.add_argument("--attention", default="sparse", help="sparse (default) or dense")
     p.add_argument("--layers", type=int, metavar="N", help="run only the first N layers")
     p.add_argument(
@@ -126,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     bars = _Bars()
     try:
         with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
             warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
             return _run(parser().parse_args(argv), bars)
     except MmxError as error:
@@ -165,7 +170,7 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
 
     _keep_programs()
     sampling = SamplingParams(**{f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams)})
-    settings = Settings(args.dtype, args.kernels, args.attention, args.layers)
+    settings = Settings(args.dtype, args.kernels, args.attention, args.layers, args.recipe)
     if args.checkpoint is None:
         print(
             "demo: a tiny model with random weights, the answer is noise; --checkpoint DIR runs a real one",
@@ -198,6 +203,7 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
     if not prompts:
         raise InputError("no prompt: give --prompt, --prompt-file, --prompt-ids or --messages")
 
+    _print_refused(source.ops(batch, 1))
     start = time.perf_counter()
     model = source.load(batch, max_length, bars)
     ready = time.perf_counter()
@@ -255,6 +261,14 @@ def _print_whole(index: int, completion: "Completion", model: "Model", as_json: 
     if completion.logprobs is not None:
         fields["logprobs"] = [token._asdict() for token in completion.logprobs]
     print(json.dumps(fields), flush=True)
+
+
+def _print_refused(ops: "Ops") -> None:
+    """Which operations run as plain JAX because their kernels do not take this device or model."""
+    for reason in dict.fromkeys(ops.refused.values()):
+        names = [name for name, why in ops.refused.items() if why == reason]
+        what = "all operations" if len(names) == len(ops.table()) else ", ".join(names)
+        print(f"kernels: plain JAX for {what}: {reason}", file=sys.stderr)
 
 
 def _print_statistics(done: "list[Completion]", load_seconds: float, run_seconds: float) -> None:

@@ -26,7 +26,6 @@ from mmx_jax.mesh import sharding
 from mmx_jax.model import M3
 from mmx_jax.rope import rope_tables
 from mmx_jax.sampling import MAX_LOGPROBS, Sampling
-from pallas_kernels.formats import FORMATS
 from pallas_kernels.ops import Ops
 
 # Progress of a long stage: its name, how much is done, how much there is.
@@ -114,6 +113,8 @@ class Program:
 class Engine:
     """The compiled programs for one batch size and capacity, and the rope tables they share.
 
+    `ops(rows, new tokens)` chooses the operations of a program. A model in the kernels' order takes any.
+
     `chunks` are the prefill lengths, the first for all rows at once and the others for one row; `steps` the
     tokens per decode call. Each length is a program.
     """
@@ -121,7 +122,7 @@ class Engine:
     def __init__(
         self,
         model: M3,
-        ops: Ops,
+        ops: Callable[[int, int], Ops],
         mesh: Mesh,
         *,
         batch: int = 1,
@@ -145,7 +146,7 @@ class Engine:
         self.rope = jax.device_put(rope_tables(config, max_length), sharding(mesh))
         self.programs = self._compile(model, ops, progress)
 
-    def _compile(self, model: M3, ops: Ops, progress: Progress) -> dict[str, Program]:
+    def _compile(self, model: M3, ops: Callable[[int, int], Ops], progress: Progress) -> dict[str, Program]:
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
         place = sharding(self.mesh)
@@ -159,16 +160,15 @@ class Engine:
                 nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), *args
             )
 
-        dtype = FORMATS[model.embed.format].dtype
-        new_pages = partial(make_pages, self.config, self.batch * self.blocks_per_row, dtype)
+        new_pages = partial(make_pages, self.config, self.batch * self.blocks_per_row, model.dtype)
         state_args = abstract((leaves, self.rope, jax.eval_shape(new_pages)))
         jobs: dict[str, tuple[Callable, tuple]] = {"new pages": (new_pages, ())}
         for n in self.steps:
-            function = partial(decode, ops=ops, stop_ids=self.stop_ids, steps=n)
+            function = partial(decode, ops=ops(self.batch, 1), stop_ids=self.stop_ids, steps=n)
             jobs[f"decode {self.batch}x{n}"] = on_leaves(function), (*state_args, abstract(self.idle_batch()))
         for shape in self.chunks:
             jobs[f"prefill {shape[0]}x{shape[1]}"] = (
-                on_leaves(partial(prefill, ops=ops)),
+                on_leaves(partial(prefill, ops=ops(*shape))),
                 (*state_args, abstract(self.empty_chunk(*shape))),
             )
         options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform)

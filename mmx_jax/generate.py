@@ -22,7 +22,6 @@ from mmx_jax.model import M3, LayerTrace, forward
 from mmx_jax.sampling import MAX_LOGPROBS
 from mmx_jax.stopping import Answer
 from mmx_jax.tokenizer import Tokenizer
-from pallas_kernels.ops import Ops
 
 Ids = Sequence[int] | np.ndarray
 Prompt = str | Ids
@@ -136,28 +135,28 @@ class Trace:
     layers: list[LayerTrace]
 
 
-@partial(jax.jit, static_argnums=(0, 3))
-def _forward(graphdef: nnx.GraphDef, state: nnx.State, tokens: jax.Array, ops: Ops) -> Any:
-    return forward(nnx.merge(graphdef, state), tokens, ops)
+@partial(jax.jit, static_argnums=0)
+def _forward(graphdef: nnx.GraphDef, state: nnx.State, tokens: jax.Array) -> Any:
+    return forward(nnx.merge(graphdef, state), tokens)
 
 
 class Model:
     """A loaded model. `tree` is its Flax module tree, open to surgery.
 
-    `logits` and `trace` run the tree as it is. `generate` and `stream` run programs that were compiled for
-    the tree's structure: they see new values of weights, and refuse a tree whose structure was changed.
+    `logits` and `trace` run the tree as it is, with plain JAX operations. `generate` and `stream` run
+    programs that were compiled for the tree's structure: they see new values of weights, and refuse a tree
+    whose structure was changed.
     """
 
     def __init__(
         self,
         tree: M3,
         engine: Engine,
-        ops: Ops,
         tokenizer: Tokenizer | None,
         chat: ChatTemplate | None,
         sampling: SamplingParams,
     ):
-        self.tree, self.engine, self.ops = tree, engine, ops
+        self.tree, self.engine = tree, engine
         self.tokenizer, self.chat, self.default_sampling = tokenizer, chat, sampling
         graphdef, state = nnx.split(tree)
         self._structure = (graphdef, *map(_kind, jax.tree.leaves(state)))
@@ -176,7 +175,7 @@ class Model:
         length = tokens.shape[1]
         padded = np.pad(tokens, ((0, 0), (0, -length % PAD)))
         graphdef, state = nnx.split(self.tree)
-        logits, layers = jax.device_get(_forward(graphdef, state, padded, self.ops))
+        logits, layers = jax.device_get(_forward(graphdef, state, padded))
 
         def cut(a: np.ndarray) -> np.ndarray:
             return a[0, :length] if single else a[:, :length]

@@ -4,28 +4,29 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
-from mmx_jax import chat, tokenizer
+from mmx_jax import chat, recipes, tokenizer
 from mmx_jax.chat import ChatTemplate
 from mmx_jax.config import ModelConfig, bundled, read_json, token_ids
 from mmx_jax.engine import Engine, Program, Progress, silent
 from mmx_jax.errors import ConfigError, InputError, KernelError
 from mmx_jax.generate import Model, SamplingParams
 from mmx_jax.mesh import make_mesh, sharding
-from mmx_jax.model import M3, abstract_model
+from mmx_jax.model import M3, abstract_model, packed, random_model
 from mmx_jax.params import assign, parameters
 from mmx_jax.plan import memory_plan
 from mmx_jax.shards import open_checkpoint
 from mmx_jax.tokenizer import Tokenizer
 from mmx_jax.weights import LoadPlan, plan_load
+from pallas_kernels.call import Call
 from pallas_kernels.ops import Ops, resolve
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
@@ -42,6 +43,7 @@ class Settings:
     kernels: str = "auto"
     attention: str = "sparse"
     layers: int | None = None  # run only the first so many
+    recipe: str | None = None  # the formats that weights are rounded to while they are loaded
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -74,12 +76,23 @@ class Source:
             config = config.with_dense_attention()
         self.config = config
         self.default_length = min(config.max_position, DEFAULT_MAX_LENGTH)
+        self.mesh: Mesh = make_mesh()
+        self.ops(1, 1)  # a wrong choice is an error at once
+        self.recipe = None if settings.recipe is None else recipes.load(settings.recipe)
+        self.model = abstract_model(config, settings.dtype, self.recipe)
+
+    def ops(self, rows: int, new_tokens: int) -> Ops:
+        """The operations of a program with so many rows and new tokens in each."""
+        settings = self.settings
+        call = Call(settings.dtype, rows, new_tokens)
         try:
-            self.ops: Ops = resolve(settings.kernels)
+            return resolve(settings.kernels, self.mesh.devices.flat[0], call)
         except ValueError as error:
             raise KernelError(str(error)) from None
-        self.model = abstract_model(config, settings.dtype)
-        self.mesh: Mesh = make_mesh()
+
+    def in_memory(self, model: M3, batch: int) -> M3:
+        """The shapes that a model is held in: in the kernels' order if decoding a batch runs them."""
+        return packed(model) if self.ops(batch, 1).takes_packed else model
 
     @cached_property
     def weights(self) -> LoadPlan:
@@ -143,22 +156,34 @@ class Source:
         """
         kinds = list(zip(self.config.moe_layers, self.config.sparse_layers, strict=True))
         shortest = max(kinds.index(kind) for kind in set(kinds)) + 1
-        model = abstract_model(self.config.first_layers(shortest), self.settings.dtype)
-        return self.engine(model, batch, max_length, progress).programs
+        model = abstract_model(self.config.first_layers(shortest), self.settings.dtype, self.recipe)
+        return self.engine(self.in_memory(model, batch), batch, max_length, progress).programs
 
     def load(self, batch: int = 1, max_length: int | None = None, progress: Progress = silent) -> Model:
         """Compile, then read the weights one parameter at a time, each straight to its device."""
-        plan = self.weights
+        _ = self.weights  # what is wrong with them is an error before anything is compiled
         max_length = self.default_length if max_length is None else max_length
-        memory_plan(self.model, batch, max_length).check(self.mesh)
-        engine = self.engine(self.model, batch, max_length, progress)
+        shapes = self.in_memory(self.model, batch)
+        memory_plan(shapes, batch, max_length).check(self.mesh)
+        engine = self.engine(shapes, batch, max_length, progress)
+        tree = self.read(self.ops(batch, 1).takes_packed, progress)
+        return Model(tree, engine, self.tokenizer, self.chat, self.sampling)
+
+    def read(self, pack: bool, progress: Progress = silent) -> M3:
+        """The weights, each straight to its device; where packed, each layer as soon as it is complete."""
+        plan = self.weights
+        model = abstract_model(self.config, self.settings.dtype, self.recipe)
         done = 0
-        for path in plan.paths:
-            progress("loading", done, plan.nbytes)
-            assign(self.model, path, jax.device_put(plan.read(path), sharding(self.mesh)).block_until_ready())
-            done += plan.source_bytes(path)
+        for part, paths in groupby(plan.paths, key=_part):
+            for path in paths:
+                progress("loading", done, plan.nbytes)
+                value = jax.device_put(plan.read(path), sharding(self.mesh))
+                assign(model, path, value.block_until_ready())
+                done += plan.source_bytes(path)
+            if pack:
+                model.pack(part)
         progress("loading", plan.nbytes, plan.nbytes)
-        return Model(self.model, engine, self.ops, self.tokenizer, self.chat, self.sampling)
+        return model
 
     def engine(self, model: M3, batch: int, max_length: int, progress: Progress) -> Engine:
         return Engine(
@@ -194,9 +219,11 @@ class Demo(Source):
 
     def load(self, batch: int = 1, max_length: int | None = None, progress: Progress = silent) -> Model:
         max_length = self.default_length if max_length is None else max_length
-        engine = self.engine(self.model, batch, max_length, progress)
-        tree = M3(self.config, self.settings.dtype, rngs=nnx.Rngs(0))
-        return Model(tree, engine, self.ops, self.tokenizer, None, self.sampling)
+        engine = self.engine(self.in_memory(self.model, batch), batch, max_length, progress)
+        tree = random_model(self.config, self.settings.dtype, self.recipe)
+        if self.ops(batch, 1).takes_packed:
+            tree.pack()
+        return Model(tree, engine, self.tokenizer, None, self.sampling)
 
 
 def load(
@@ -208,12 +235,14 @@ def load(
     kernels: str = "auto",
     attention: str = "sparse",
     layers: int | None = None,
+    recipe: str | None = None,
     progress: Progress = silent,
 ) -> Model:
     """Load a checkpoint for `batch` sequences of up to `max_length` tokens, prompt and answer together.
 
     dtype: "bfloat16" or "float32", of weights and activations; kernels: "auto", "reference", "pallas" or
-    "interpret"; attention: "sparse", or "dense" to turn block selection off; layers: only the first so many.
+    "interpret"; attention: "sparse", or "dense" to turn block selection off; layers: only the first so many; recipe:
+    "int4_g64" or another of `mmx_jax.recipes`, or a .json file, to round the weights while they are loaded.
     A process that shares its GPU memory fraction with no one should set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
     before JAX is imported: the default of 0.75 wastes a quarter of the device.
 
@@ -224,7 +253,14 @@ def load(
     for name, value in (("max_length", max_length), ("batch", batch), ("layers", layers)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise InputError(f"{name} {value!r}: expected an integer")
-    return Source(directory, Settings(dtype, kernels, attention, layers)).load(batch, max_length, progress)
+    return Source(directory, Settings(dtype, kernels, attention, layers, recipe)).load(
+        batch, max_length, progress
+    )
+
+
+def _part(path: str) -> str:
+    """The part of the model that a parameter belongs to, as `M3.pack` takes it."""
+    return ".".join(path.split(".")[: 2 if path.startswith("layers.") else 1])
 
 
 def _missing(path: str) -> str:

@@ -16,13 +16,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from mmx_jax.attention import Attention, Step
-from mmx_jax.cache import LayerPages, Pages, make_pages
+from mmx_jax.cache import Pages, make_pages
 from mmx_jax.config import ModelConfig
 from mmx_jax.moe import MLP, MoE
-from mmx_jax.params import RMSNorm, Weight
+from mmx_jax.params import AnyWeight, RMSNorm, Weight, tiled
+from mmx_jax.recipes import Recipe
 from mmx_jax.rope import rope_tables
 from pallas_kernels.ops import Ops
-from pallas_kernels.paging import PagedRows
+from pallas_kernels.paging import LayerPages, PagedRows
 
 
 @jax.tree_util.register_dataclass
@@ -42,15 +43,21 @@ class LayerTrace:
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
-    def __init__(self, config: ModelConfig, index: int, format: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, index: int, dtype: str, *, rngs: nnx.Rngs):
         c = config
         self.input_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs=rngs)
-        self.attention = Attention(c, c.sparse_layers[index], format, rngs=rngs)
+        self.attention = Attention(c, c.sparse_layers[index], dtype, rngs=rngs)
         self.post_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs=rngs)
         if c.moe_layers[index]:
-            self.moe = MoE(c, format, rngs=rngs)
+            self.moe = MoE(c, dtype, rngs=rngs)
         else:
-            self.mlp = MLP(c, c.dense_intermediate_size, format, rngs=rngs)
+            self.mlp = MLP(c, c.dense_intermediate_size, dtype, rngs=rngs)
+
+    def pack(self) -> None:
+        """Hold the weights in the kernels' order."""
+        self.attention.pack()
+        for part in [self.moe.experts, self.moe.shared] if hasattr(self, "moe") else [self.mlp]:
+            part.pack()
 
     def __call__(
         self, x: Float[Array, "B T D"], pages: LayerPages, step: Step
@@ -76,15 +83,15 @@ class Layer(nnx.Module):
 
 
 class M3(nnx.Module):
-    """The language model. `format` names the weights' entry in `FORMATS`; it is the compute dtype too."""
+    """The language model. `dtype` is that of activations, pages and weights that are not quantised."""
 
-    def __init__(self, config: ModelConfig, format: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: str, *, rngs: nnx.Rngs):
         c = config
-        self.config = c
-        self.embed = Weight((c.vocab_size, c.hidden_size), format, rngs=rngs)
-        self.layers = nnx.List([Layer(c, i, format, rngs=rngs) for i in range(c.num_layers)])
+        self.config, self.dtype = c, dtype
+        self.embed = Weight((c.vocab_size, c.hidden_size), dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(c, i, dtype, rngs=rngs) for i in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs=rngs)
-        self.head = Weight((c.vocab_size, c.hidden_size), format, rngs=rngs)
+        self.head: AnyWeight = Weight((c.vocab_size, c.hidden_size), dtype, rngs=rngs)
 
     def __call__(
         self, tokens: Int[Array, "B T"], pages: Pages, step: Step
@@ -99,15 +106,47 @@ class M3(nnx.Module):
             traces.append(trace)
         return x, tuple(new_pages), tuple(traces)
 
+    def pack(self, part: str | None = None) -> None:
+        """Hold the weights below `part`, such as `layers.3` or `head`, or all, in the kernels' order.
+
+        This changes where numbers lie, and no number. The embedding stays as it is.
+        """
+        for i, layer in enumerate(self.layers):
+            if part in (None, f"layers.{i}"):
+                layer.pack()
+        if part in (None, "head"):
+            [self.head] = tiled([self.head])
+
     def logits(self, hidden: Float[Array, "*T D"], ops: Ops) -> Float[Array, "*T V"]:
         """Final norm and head, in float32."""
         with jax.named_scope("head"):
             return ops.qmatmul(self.norm(hidden), self.head.tensor())
 
 
-def abstract_model(config: ModelConfig, format: str) -> M3:
+def random_model(config: ModelConfig, dtype: str, recipe: Recipe | None, seed: int = 0) -> M3:
+    """A model of random weights, in the formats of the recipe."""
+    model = M3(config, dtype, rngs=nnx.Rngs(seed))
+    if recipe is not None:
+        for path, module in nnx.iter_modules(model):
+            if isinstance(module, Weight) and module is not model.embed:
+                module.requantize(recipe.format_of(".".join(map(str, path))))
+    return model
+
+
+def abstract_model(config: ModelConfig, dtype: str, recipe: Recipe | None = None) -> M3:
     """The module tree with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: M3(config, format, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: random_model(config, dtype, recipe))
+
+
+def packed(model: M3) -> M3:
+    """The tree with shapes that `M3.pack` makes of this one, which stays as it is."""
+
+    def pack() -> M3:
+        tree = nnx.clone(model)
+        tree.pack()
+        return tree
+
+    return nnx.eval_shape(pack)
 
 
 def forward(
@@ -132,6 +171,6 @@ def forward(
         n_blocks=n_blocks,
     )
     if pages is None:
-        pages = make_pages(c, n_rows * n_blocks, model.embed.tensor().dequantize().dtype)
+        pages = make_pages(c, n_rows * n_blocks, model.dtype)
     hidden, _, traces = model(tokens, pages, Step(rows, *tables.at(positions), ops))
     return model.logits(hidden, ops), traces

@@ -1,5 +1,7 @@
 """Feed-forward of one layer: a dense MLP, or routed experts with one shared expert beside them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -7,9 +9,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from mmx_jax.config import ModelConfig
-from mmx_jax.params import Weight
-from pallas_kernels.moe.reference import swigluoai
+from mmx_jax.params import AnyWeight, TiledWeight, Weight, project, tiled
+from pallas_kernels.moe.reference import ExpertWeights, swigluoai
 from pallas_kernels.moe.routing import Routing, make_routing
+from pallas_kernels.moe.triton import PackedExperts, pack_experts
 from pallas_kernels.ops import Ops
 from pallas_kernels.precision import EXACT, wide
 
@@ -17,16 +20,27 @@ from pallas_kernels.precision import EXACT, wide
 class MLP(nnx.Module):
     """down . swigluoai(gate . x, up . x); the dense layers' MLP and the shared expert."""
 
-    def __init__(self, config: ModelConfig, width: int, format: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, width: int, dtype: str, *, rngs: nnx.Rngs):
         d = config.hidden_size
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
-        self.gate = Weight((width, d), format, rngs=rngs)
-        self.up = Weight((width, d), format, rngs=rngs)
-        self.down = Weight((d, width), format, rngs=rngs)
+        self.gate = Weight((width, d), dtype, rngs=rngs)
+        self.up = Weight((width, d), dtype, rngs=rngs)
+        self.down: AnyWeight = Weight((d, width), dtype, rngs=rngs)
+
+    @property
+    def projections(self) -> list[AnyWeight]:
+        """The weights that read the input: gate, then up."""
+        return list(self.tiled) if hasattr(self, "tiled") else [self.gate, self.up]
+
+    def pack(self) -> None:
+        """Hold the weights in the kernels' order."""
+        self.tiled = nnx.List(tiled(self.projections))
+        [self.down] = tiled([self.down])
+        del self.gate, self.up
 
     def __call__(self, x: Float[Array, "*T D"], ops: Ops) -> Float[Array, "*T D"]:
         """In float32, for the caller to round."""
-        gate, up = ops.qmatmul(x, self.gate.tensor()), ops.qmatmul(x, self.up.tensor())
+        gate, up = jnp.split(project(x, self.projections, ops), 2, axis=-1)
         hidden = swigluoai(gate, up, self.alpha, self.limit).astype(x.dtype)
         return ops.qmatmul(hidden, self.down.tensor())
 
@@ -57,23 +71,39 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The routed experts' weights, gate and up apart."""
+    """The routed experts' weights, gate and up apart until they are packed."""
 
-    def __init__(self, config: ModelConfig, format: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: str, *, rngs: nnx.Rngs):
         e, f, d = config.num_experts, config.expert_intermediate_size, config.hidden_size
-        self.gate = Weight((e, f, d), format, rngs=rngs)
-        self.up = Weight((e, f, d), format, rngs=rngs)
-        self.down = Weight((e, d, f), format, rngs=rngs)
+        self.gate = Weight((e, f, d), dtype, rngs=rngs)
+        self.up = Weight((e, f, d), dtype, rngs=rngs)
+        self.down: AnyWeight = Weight((e, d, f), dtype, rngs=rngs)
+
+    def tensors(self) -> ExpertWeights | PackedExperts:
+        """The weights as the operation takes them."""
+        down: Any = self.down.tensor()
+        if hasattr(self, "gate_up"):
+            return PackedExperts(self.gate_up.tensor(), down)
+        return ExpertWeights(self.gate.tensor(), self.up.tensor(), down)
+
+    def pack(self) -> None:
+        """Hold the weights in the kernels' order."""
+        packed = _pack_experts(self.gate.tensor(), self.up.tensor(), self.down.tensor())
+        self.gate_up, self.down = TiledWeight(packed.gate_up), TiledWeight(packed.down)
+        del self.gate, self.up
+
+
+_pack_experts = jax.jit(pack_experts)
 
 
 class MoE(nnx.Module):
     """The routed experts' weighted sum plus the unscaled shared expert."""
 
-    def __init__(self, config: ModelConfig, format: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: str, *, rngs: nnx.Rngs):
         self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
         self.router = Router(config, rngs=rngs)
-        self.experts = Experts(config, format, rngs=rngs)
-        self.shared = MLP(config, config.shared_intermediate_size, format, rngs=rngs)
+        self.experts = Experts(config, dtype, rngs=rngs)
+        self.shared = MLP(config, config.shared_intermediate_size, dtype, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "T D"], valid: Bool[Array, " T"], ops: Ops
@@ -81,16 +111,7 @@ class MoE(nnx.Module):
         """The sum in float32, for the caller to round, and how the tokens were routed."""
         with jax.named_scope("router"):
             routing = self.router(x, valid)
-        experts = self.experts
         with jax.named_scope("experts"):
-            routed = ops.moe(
-                x,
-                routing,
-                experts.gate.tensor(),
-                experts.up.tensor(),
-                experts.down.tensor(),
-                alpha=self.alpha,
-                limit=self.limit,
-            )
+            routed = ops.moe(x, routing, self.experts.tensors(), alpha=self.alpha, limit=self.limit)
         with jax.named_scope("shared_expert"):
             return routed + self.shared(x, ops), routing

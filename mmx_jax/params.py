@@ -1,14 +1,19 @@
 """How weights are held in the module tree, and the tree's parameters by name."""
 
 from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats import FORMATS
+from pallas_kernels.ops import Ops
 from pallas_kernels.qk_norm_rope.reference import rms_norm
 from pallas_kernels.qtensor import QTensor
+from pallas_kernels.tiles import TiledTensor, pack
 
 
 class Weight(nnx.Module):
@@ -28,10 +33,53 @@ class Weight(nnx.Module):
         for name, buffer in FORMATS[self.format].quantize(values).items():
             setattr(self, name, nnx.Param(buffer))
 
+    def requantize(self, format: str) -> None:
+        """Hold the weight in another format."""
+        values = self.tensor().dequantize()
+        for name in FORMATS[self.format].buffers(self.shape):
+            delattr(self, name)
+        self.format = format
+        self.set(values)
+
     def tensor(self) -> QTensor:
         """The weight as the operations take it."""
         buffers = {name: getattr(self, name)[...] for name in FORMATS[self.format].buffers(self.shape)}
         return QTensor(self.format, self.shape, buffers)
+
+
+class TiledWeight(nnx.Module):
+    """A weight in the kernels' order; each array of a `TiledTensor` is an `nnx.Param` of its own."""
+
+    def __init__(self, tensor: TiledTensor):
+        self.shape, self.format = tensor.shape, tensor.format
+        for name in TiledTensor.ARRAYS:
+            if (array := getattr(tensor, name)) is not None:
+                setattr(self, name, nnx.Param(array))
+
+    def tensor(self) -> TiledTensor:
+        """The weight as the operations take it."""
+        arrays: dict[str, Any] = {
+            n: getattr(self, n)[...] if hasattr(self, n) else None for n in TiledTensor.ARRAYS
+        }
+        return TiledTensor(self.format, self.shape, **arrays)
+
+
+AnyWeight = Weight | TiledWeight
+
+_pack = jax.jit(pack)
+
+
+def tiled(weights: Sequence[AnyWeight]) -> list[TiledWeight]:
+    """Weights that read the same input in the kernels' order, neighbours of one format as one weight."""
+    return [
+        TiledWeight(_pack(*(w.tensor() for w in group)))
+        for _, group in groupby(weights, key=lambda weight: weight.format)
+    ]
+
+
+def project(x: Float[Array, "*T D"], weights: Sequence[AnyWeight], ops: Ops) -> Float[Array, "*T F"]:
+    """The outputs of all weights side by side, in float32."""
+    return jnp.concatenate([ops.qmatmul(x, w.tensor()) for w in weights], axis=-1)
 
 
 class RMSNorm(nnx.Module):
@@ -48,12 +96,12 @@ class RMSNorm(nnx.Module):
 def parameters(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
     """Every parameter of an (abstract) model by its path, such as `layers.3.attention.q`.
 
-    A `Weight` is one parameter whatever buffers it has, with its logical shape.
+    A weight is one parameter whatever arrays it has, with its logical shape.
     """
     found: dict[str, jax.ShapeDtypeStruct] = {}
     for path, module in nnx.iter_modules(model):
         prefix = "".join(f"{part}." for part in path)
-        if isinstance(module, Weight):
+        if isinstance(module, AnyWeight):
             found[prefix[:-1]] = jax.ShapeDtypeStruct(module.shape, FORMATS[module.format].dtype)
         else:
             found |= {

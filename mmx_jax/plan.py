@@ -13,7 +13,6 @@ from mmx_jax.cache import make_pages
 from mmx_jax.errors import InputError
 from mmx_jax.model import M3
 from mmx_jax.params import parameters
-from pallas_kernels.formats import FORMATS
 
 # Kind of a parameter -> a part of its path; the first that fits counts.
 WEIGHT_KINDS = {
@@ -73,7 +72,7 @@ def memory_plan(model: M3, batch: int, max_length: int) -> MemoryPlan:
     for path, buffer in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         sizes[kind(".".join(map(str, path)))] += math.prod(buffer.shape) * buffer.dtype.itemsize
     blocks = -(-max_length // c.block_size)
-    pages = jax.eval_shape(lambda: make_pages(c, batch * blocks, FORMATS[model.embed.format].dtype))
+    pages = jax.eval_shape(lambda: make_pages(c, batch * blocks, model.dtype))
 
     def nbytes(tree: Any) -> int:
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))

@@ -30,7 +30,7 @@ def print_plan(source: Source, batch: int, max_length: int, progress: Progress) 
     out.print(f"stop ids: {', '.join(map(str, source.stop_ids)) or 'none'}")
 
     device = source.mesh.devices.flat[0]
-    memory = memory_plan(source.model, batch, max_length)
+    memory = memory_plan(source.in_memory(source.model, batch), batch, max_length)
     table = Table("kind", title=f"batch {batch}, {max_length} tokens")
     for heading in ("parameters", "bytes", str(device)):
         table.add_column(heading, justify="right")
@@ -43,8 +43,8 @@ def print_plan(source: Source, batch: int, max_length: int, progress: Progress) 
     table.add_row("all", "", f"{memory.total:,}", f"{_size(memory.total)} of {_size(device_bytes(device))}")
     out.print(table)
 
-    table = Table("operation", "implementation")
-    for name, implementation in source.ops.table().items():
+    table = Table("operation, decoding", "implementation")
+    for name, implementation in source.ops(batch, 1).table().items():
         table.add_row(name, implementation)
     out.print(table)
 

@@ -154,7 +154,7 @@ class MiniFloat:
         code = steps + ((exponent - self.min_exponent) << self.mantissa)  # a carry goes into the exponent
         return jnp.where(jnp.signbit(x), code | self.sign, code).astype(jnp.uint8)
 
-    def decode(self, codes: UInt8[Array, "*S"]) -> Float[Array, "*S"]:
+    def decode(self, codes: Integer[Array, "*S"]) -> Float[Array, "*S"]:
         """float32, exact."""
         size = codes.astype(jnp.int32) & (self.sign - 1)
         exponent = jnp.maximum(size >> self.mantissa, 1) - 1

@@ -1,15 +1,26 @@
 """Which implementation of each operation a program runs; decided once, before compilation."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
 
+import pallas_kernels.block_attention.triton as block_attention_triton
+import pallas_kernels.block_select.triton as block_select_triton
+import pallas_kernels.moe.triton as moe_triton
+import pallas_kernels.qk_norm_rope.triton as qk_norm_rope_triton
+import pallas_kernels.qmatmul.triton as qmatmul_triton
 from pallas_kernels.block_attention.reference import block_attention
 from pallas_kernels.block_select.reference import block_select
+from pallas_kernels.call import Call
 from pallas_kernels.moe.reference import moe
 from pallas_kernels.qk_norm_rope.reference import qk_norm_rope
 from pallas_kernels.qmatmul.reference import qmatmul
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas", "interpret")
+# Of the GPU; kernels are measured on 9.0.
+MIN_CAPABILITY = 8.0
 
 
 @dataclass(frozen=True)
@@ -21,24 +32,68 @@ class Ops:
     block_select: Callable = block_select
     block_attention: Callable = block_attention
     moe: Callable = moe
+    # Operation -> why its kernel was not chosen; for people to read.
+    refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
+
+    @property
+    def takes_packed(self) -> bool:
+        """Whether weights must be in the kernels' order. The references take any."""
+        return self.qmatmul is not qmatmul or self.moe is not moe
 
     def table(self) -> dict[str, str]:
-        """Operation -> the implementation that was chosen, for people to read."""
-        return {f.name: getattr(self, f.name).__module__.rsplit(".", 1)[-1] for f in fields(self)}
+        """Operation -> the implementation that was chosen, and why where it is not a kernel."""
+        chosen = {name: getattr(self, name) for name in KERNELS}
+        names = {n: getattr(f, "func", f).__module__.rsplit(".", 1)[-1] for n, f in chosen.items()}
+        return {n: f"{name} ({self.refused[n]})" if n in self.refused else name for n, name in names.items()}
 
 
-def resolve(implementation: str) -> Ops:
-    """The operations for `--kernels`. `auto` is the fastest that exists for the device.
+# Operation -> the module with its kernel and `supported`, which says what is in the way of a call.
+KERNELS: dict[str, Any] = {
+    "qmatmul": qmatmul_triton,
+    "qk_norm_rope": qk_norm_rope_triton,
+    "block_select": block_select_triton,
+    "block_attention": block_attention_triton,
+    "moe": moe_triton,
+}
 
-    Raises ValueError for a name that is no implementation, and where an implementation that was asked for
-    by name does not exist: it never becomes the reference without a word.
+
+def resolve(implementation: str, device: Any, call: Call) -> Ops:
+    """The operations of one program.
+
+    `reference`: plain JAX. `pallas`: the kernels. `interpret`: the kernels, interpreted on any device,
+    slowly. `auto`: a kernel wherever device and call allow, else the reference; `Ops.refused` says why.
+    The kernels are for decoding; with more than one new token a row, every implementation is the reference.
+
+    Raises ValueError for a name that is no implementation, and where a kernel that was asked for by name does
+    not take the call: it never becomes the reference without a word.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"kernels {implementation!r}: expected one of {', '.join(IMPLEMENTATIONS)}")
-    if implementation in ("pallas", "interpret"):
-        names = ", ".join(f.name for f in fields(Ops))
-        raise ValueError(
-            f"kernels {implementation!r}: this version has no Pallas kernel for {names}; "
-            "use 'auto' or 'reference'"
-        )
-    return Ops()
+    if implementation == "reference" or call.new_tokens > 1:
+        return Ops()
+    on_device = None if implementation == "interpret" else _wrong_device(device)
+    reasons = {name: on_device or module.supported(call) for name, module in KERNELS.items()}
+    refused = {name: reason for name, reason in reasons.items() if reason}
+    # A model's weights are in one order: the operations that read them are chosen together.
+    if weighted := {refused[n] for n in ("qmatmul", "moe") if n in refused}:
+        refused |= dict.fromkeys(("qmatmul", "moe"), weighted.pop())
+    if refused and implementation != "auto":
+        told = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        if on_device:
+            told = on_device
+        raise ValueError(f"kernels {implementation!r}: {told}; use 'auto' or 'reference'")
+    chosen = {name: getattr(module, name) for name, module in KERNELS.items() if name not in refused}
+    if implementation == "interpret":
+        chosen = {name: partial(kernel, interpret=True) for name, kernel in chosen.items()}
+    return replace(Ops(), **chosen, refused=MappingProxyType(refused))
+
+
+def _wrong_device(device: Any) -> str | None:
+    if device.platform != "gpu":
+        return f"the device is {device.platform}, the kernels need an NVIDIA GPU"
+    capability = getattr(device, "compute_capability", "0")
+    try:
+        enough = float(capability) >= MIN_CAPABILITY
+    except ValueError:
+        enough = False
+    return None if enough else f"compute capability {capability}, the kernels need {MIN_CAPABILITY}"

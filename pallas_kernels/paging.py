@@ -6,8 +6,9 @@ A block is anchored to the absolute position of its tokens: position p of a row 
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 @dataclass(frozen=True)
@@ -35,3 +36,29 @@ class PagedRows:
         block = jnp.minimum(self.positions // block_size, self.page_table.shape[1] - 1)
         page = jnp.take_along_axis(self.page_table, block, axis=1)
         return jnp.where(self.valid, page, n_pages), self.positions % block_size
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerPages:
+    """One layer's pages, head-major because each KV head picks its own blocks."""
+
+    k: Float[Array, "pages K C H"]
+    v: Float[Array, "pages K C H"]
+    index_k: Float[Array, "pages C I"] | None
+
+    def append(
+        self,
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        index_k: Float[Array, "B T I"] | None,
+        rows: PagedRows,
+    ) -> "LayerPages":
+        """Write the new tokens' keys and values; those of padding tokens go nowhere."""
+        n_pages, _, block_size, _ = self.k.shape
+        page, offset = rows.slots(block_size, n_pages)
+        return LayerPages(
+            self.k.at[page, :, offset].set(k, mode="drop"),
+            self.v.at[page, :, offset].set(v, mode="drop"),
+            self.index_k if index_k is None else self.index_k.at[page, offset].set(index_k, mode="drop"),  # pyright: ignore[reportOptionalMemberAccess]
+        )

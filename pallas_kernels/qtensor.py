@@ -1,12 +1,22 @@
 """Weights at rest: a format's name, a logical shape and the buffers that the format lists."""
 
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import jax
 from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.formats import FORMATS
+
+
+@runtime_checkable
+class Numbers(Protocol):
+    """What the reference operations ask of a weight, in whatever order it is held."""
+
+    def dequantize(self) -> Array:
+        """The weight's numbers, in its logical shape."""
+        ...
 
 
 @jax.tree_util.register_dataclass

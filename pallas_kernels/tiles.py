@@ -2,184 +2,452 @@
 
 A tile holds 64 output rows and one step of the contracted axis. In the word formats a row of a tile is 64
 words; field j of word c holds k = step * i + 64 * j + c, so that one field of all words, a plane, is 64
-neighbours along k: one dot, and one group of the group-scaled formats. 32-bit words keep offsets of M3's
-expert weights, beyond 2^31 elements, within Triton's signed 32 bits.
+neighbours along k: one dot. 32-bit words keep offsets of M3's expert weights, beyond 2^31 elements, within
+Triton's signed 32 bits.
+
+Scales of groups of 64 and more are packed too, several of one row to a word, because a kernel's time depends
+on how many loads of scales it issues, not on their bytes. Groups smaller than a plane would need several
+scales in one dot; in such formats the order of k changes within blocks of 1024, column c of plane j holding
+k = 1024 * b + 16 * c + j, so that a column stays within one group and a tile of scales, one for each row and
+column, multiplies every plane of a block. x is put into the same order.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Int, Int32, UInt
 
+from pallas_kernels.formats import E2M1, E4M3, pack_bits, unpack_bits
 from pallas_kernels.qtensor import QTensor
 
 ROWS = 64
 WORDS = 64
+BLOCK = 1024  # values of k within which the order may change
+
+# Where the codes of a word begin.
+_BYTES = (0, 8, 16, 24)
+_NIBBLES = tuple(range(0, 32, 4))
+_INT3_FIELDS = (0, 3, 6, 9, 12, 16, 19, 22, 25, 28)  # five in each half, which stay apart in 16 bits
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TiledTensor:
-    """A weight `[..., F, D]` as tiles `[..., F / 64, D / step, 64, words]`, padded with zeros.
+    """A weight `[..., F, D]` as tiles `[..., F / 64, steps, 64, words]`, padded with zeros.
 
-    `scale` is `[..., F / 64, D / 64, 64]` for formats with a scale per group of 64, `[..., F / 64, 64]` for
-    those with one per row, and None for plain numbers.
+    `scale` holds the scales of groups in words `[..., F / 64, steps * words of a step, 64]`, or for groups
+    smaller than a plane as bytes `[..., F / 64, blocks, 64, 64]`; `row_scale` is float32 `[..., F / 64, 64]`.
+    Each is None for formats without.
     """
 
     format: str = field(metadata={"static": True})
     shape: tuple[int, ...] = field(metadata={"static": True})
     data: Array
     scale: Array | None
+    row_scale: Array | None
+
+    ARRAYS: ClassVar = ("data", "scale", "row_scale")
+
+    def expert(self, index: Array) -> "TiledTensor":
+        """The weight of one expert; the barrier keeps XLA from converting all ahead of a loop over some."""
+        arrays = (None if a is None else a[index] for a in (self.data, self.scale, self.row_scale))
+        return TiledTensor(self.format, self.shape[1:], *lax.optimization_barrier(tuple(arrays)))
+
+    def dequantize(self) -> Array:
+        """The weight's numbers, in its logical shape: those of the weight that was packed, bit for bit."""
+        rows, form = untile(self), TILE_FORMATS[self.format]
+        values = form.decode(rows.codes)
+        if rows.scale is not None and form.group is not None:
+            scale = form.scale(rows.scale)
+            values *= jnp.repeat(scale, form.group, axis=-1)[..., : values.shape[-1]]
+        return values if rows.row_scale is None else values * rows.row_scale[..., None]
+
+
+class Rows(NamedTuple):
+    """A weight with everything that belongs to an output row in that row."""
+
+    codes: Array  # [..., F, D]
+    scale: UInt[Array, "*F groups"] | None  # the bits of each group's scale
+    row_scale: Float[Array, "*F"] | None
 
 
 @dataclass(frozen=True)
 class TileFormat:
     """How one format of `FORMATS` is tiled and unpacked."""
 
-    step: int  # values of k per tile
-    planes: int
-    grouped: bool  # one scale per plane and row; else one per row, or none
-    words: Callable[[QTensor], Array]  # codes [..., F, D] as words [..., F, D / step, words]
-    unpack: Callable[[Array, int, bool], Array]  # words and plane, interpret -> bfloat16 [64, step / planes]
+    rows: Callable[[QTensor], Rows]
+    decode: Callable[[Array], Array]  # codes -> the numbers that scales multiply
+    unpack: Callable[[Array, int, bool], Array]  # words and plane, interpret -> bfloat16 [64, width]
+    fields: tuple[int, ...] = ()  # the lowest bit of each plane's code in a word; none: bfloat16 itself
+    bits: int = 0  # of a code in a word
+    zero: int = 0  # the code of the value 0
+    group: int | None = None  # values of k that share a scale
+    scale_bits: int = 32
+    scale: Callable[..., Float[Array, "*S"]] = lambda bits: _top_float(bits)  # bits -> float32
+    unit: float = 1  # what the kernel's codes times scales are multiplied by, if not interpreted
+
+    @property
+    def planes(self) -> int:
+        return len(self.fields) or 1
+
+    @property
+    def width(self) -> int:
+        """Values of k per plane."""
+        return WORDS if self.fields else 2 * WORDS
+
+    @property
+    def step(self) -> int:
+        """Values of k per tile."""
+        return self.planes * self.width
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the order of k is changed, because groups are smaller than a plane."""
+        return self.group is not None and self.group < WORDS
+
+    @property
+    def padding(self) -> int:
+        """D is padded to a multiple of this."""
+        return BLOCK if self.mixed else self.step
+
+    @property
+    def scale_words(self) -> int:
+        """Words of scales per row of a tile."""
+        return self.step // self.group * self.scale_bits // 32 if self.group else 0
 
 
-def pack(weight: QTensor) -> TiledTensor:
-    """The kernels' order of a weight; jittable, and meant to run once, while loading."""
-    form = TILE_FORMATS[weight.format]
-    *lead, f, d = weight.shape
-    words = _pad(form.words(weight), {-3: ROWS})
-    data = words.reshape(*lead, -1, ROWS, *words.shape[-2:]).swapaxes(-3, -2)
-    scale = weight.buffers.get("scale")
-    if scale is not None and form.grouped:
-        scale = _pad(scale, {-2: ROWS}, to={-1: data.shape[-3] * form.step // 64})
-        scale = scale.reshape(*lead, -1, ROWS, scale.shape[-1]).swapaxes(-1, -2)
+def pack(*weights: QTensor) -> TiledTensor:
+    """The kernels' order of weights of one format, below each other; to run once, while loading."""
+    form, (*lead, _, d) = weights[0].format, weights[0].shape
+    rows = [TILE_FORMATS[form].rows(w) for w in weights]
+    rows = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=len(lead)), *rows)
+    return tile(form, (*lead, rows.codes.shape[-2], d), rows)
+
+
+def tile(weight_format: str, shape: tuple[int, ...], rows: Rows) -> TiledTensor:
+    """Tiles of a weight of that shape, from its rows, of which there may be more."""
+    form = TILE_FORMATS[weight_format]
+    rows = pad_rows(weight_format, rows, ROWS)
+    lead = shape[:-2]
+
+    def by_tile(a: Array) -> Array:
+        """[..., F, n] -> [..., F / 64, n, 64]"""
+        return a.reshape(*lead, -1, ROWS, a.shape[-1]).swapaxes(-1, -2)
+
+    codes = _pad(rows.codes, {-1: form.padding}, form.zero)
+    data = (mix(codes) if form.mixed else codes).reshape(*codes.shape[:-1], -1, form.planes, form.width)
+    if form.fields:
+        data = data.astype(jnp.uint32) << jnp.array(form.fields, jnp.uint32)[:, None]
+        data = lax.bitcast_convert_type(jnp.sum(data, axis=-2, dtype=jnp.uint32), jnp.int32)
+    data = data.reshape(*lead, -1, ROWS, codes.shape[-1] // form.step, data.shape[-1]).swapaxes(-3, -2)
+    scale, row_scale = rows.scale, rows.row_scale
+    if scale is not None and form.group is not None:
+        groups = codes.shape[-1] // form.group
+        scale = jnp.pad(scale, [(0, 0)] * (scale.ndim - 1) + [(0, groups - scale.shape[-1])])
+        if form.mixed:  # a scale for every column
+            scale = jnp.repeat(scale, form.group * WORDS // BLOCK, axis=-1)
+            scale = scale.reshape(*lead, -1, ROWS, groups * form.group // BLOCK, WORDS).swapaxes(-3, -2)
+        else:
+            words = pack_bits(scale, form.scale_bits, jnp.uint32)
+            scale = by_tile(lax.bitcast_convert_type(words, jnp.int32))
+    if row_scale is not None:
+        row_scale = row_scale.reshape(*lead, -1, ROWS)
+    return TiledTensor(weight_format, shape, data, scale, row_scale)
+
+
+def untile(weight: TiledTensor) -> Rows:
+    """The rows that `tile` made tiles of, without the padding of either."""
+    form, (*lead, f, d) = TILE_FORMATS[weight.format], weight.shape
+    data = weight.data.swapaxes(-3, -2)  # [..., F / 64, 64, steps, words]
+    if form.fields:
+        data = lax.bitcast_convert_type(data, jnp.uint32)[..., None, :]
+        data = (data >> jnp.array(form.fields, jnp.uint32)[:, None]) & jnp.uint32((1 << form.bits) - 1)
+    codes = data.reshape(*lead, data.shape[len(lead)] * ROWS, -1)[..., :f, :]
+    codes = (unmix(codes) if form.mixed else codes)[..., :d]
+    scale, row_scale = weight.scale, weight.row_scale
+    if scale is not None and form.group is not None and form.mixed:
+        scale = scale.swapaxes(-3, -2).reshape(*codes.shape[:-2], -1, scale.shape[-3] * WORDS)
+        scale = scale[..., :f, :: form.group * WORDS // BLOCK]
     elif scale is not None:
-        scale = _pad(scale, {-1: ROWS}).reshape(*lead, -1, ROWS)
-    return TiledTensor(weight.format, (*lead, f, d), data, scale)
+        words = scale.swapaxes(-1, -2).reshape(*lead, -1, scale.shape[-2])[..., :f, :]
+        scale = unpack_bits(lax.bitcast_convert_type(words, jnp.uint32), form.scale_bits)
+        scale = scale.astype(f"uint{form.scale_bits}")
+    if row_scale is not None:
+        row_scale = row_scale.reshape(*lead, -1)[..., :f]
+    return Rows(codes, scale, row_scale)
 
 
-def _pad(a: Array, multiples: dict[int, int], to: dict[int, int] | None = None) -> Array:
-    """Zeros at the end of axes, up to a multiple or to a size."""
-    sizes = {axis: -(-a.shape[axis] // m) * m for axis, m in multiples.items()} | (to or {})
+def mix(a: Array) -> Array:
+    """The order of k that formats with small groups use."""
+    return a.reshape(*a.shape[:-1], -1, WORDS, BLOCK // WORDS).swapaxes(-1, -2).reshape(a.shape)
+
+
+def unmix(a: Array) -> Array:
+    """Undo `mix`."""
+    return a.reshape(*a.shape[:-1], -1, BLOCK // WORDS, WORDS).swapaxes(-1, -2).reshape(a.shape)
+
+
+def pad_rows(weight_format: str, rows: Rows, multiple: int) -> Rows:
+    """Rows of zeros at the end, up to a multiple."""
+    zero = TILE_FORMATS[weight_format].zero
+    return Rows(
+        _pad(rows.codes, {-2: multiple}, zero),
+        None if rows.scale is None else _pad(rows.scale, {-2: multiple}),
+        None if rows.row_scale is None else _pad(rows.row_scale, {-1: multiple}),
+    )
+
+
+def _pad(a: Array, multiples: dict[int, int], value: int = 0) -> Array:
+    """`value` at the end of axes, up to a multiple."""
     widths = [(0, 0)] * a.ndim
-    for axis, size in sizes.items():
-        widths[axis] = (0, size - a.shape[axis])
-    return jnp.pad(a, widths)
+    for axis, multiple in multiples.items():
+        widths[axis] = (0, -a.shape[axis] % multiple)
+    return jnp.pad(a, widths, constant_values=value)
 
 
-def _field_words(codes: Integer[Array, "*F D"], bits: int) -> Array:
-    """Codes of `bits` bits as words in the plane order, `[..., D / step, 64]`; the last step is padded."""
-    fields = 32 // bits
-    codes = _pad(codes, {-1: fields * WORDS}).astype(jnp.uint32)
-    codes = codes.reshape(*codes.shape[:-1], -1, fields, WORDS)
-    shifts = jnp.arange(0, 32, bits, dtype=jnp.uint32)[:, None]
-    return lax.bitcast_convert_type(jnp.sum(codes << shifts, axis=-2, dtype=jnp.uint32), jnp.int32)
+# --- codes to bfloat16 ---
 
 
 def _asm(code: str, words: Array) -> Array:
     """bfloat16 from two neighbouring words at a time: $1 and $2 become the halves of $0."""
     shape = jax.ShapeDtypeStruct(words.shape, jnp.bfloat16)
     (out,) = plt.elementwise_inline_asm(
-        code, args=[words], constraints="=r,r,r", pack=2, result_shape_dtypes=[shape]
+        "{ .reg .b32 t, a, b; " + code + " }",
+        args=[words],
+        constraints="=r,r,r",
+        pack=2,
+        result_shape_dtypes=[shape],
     )
     return out
 
 
-def _nibble(words: Array, j: int, interpret: bool) -> Array:
+def _field(words: Array, start: int, bits: int) -> Array:
+    """Inside a kernel that is interpreted: a field of each word, as an unsigned number."""
+    return (words >> start) & ((1 << bits) - 1)
+
+
+def _half(start: int) -> str:
+    """t = the halves of both words that hold bit `start`, shifted so that the bit is in the lowest place."""
+    shift = f" shr.b32 t, t, {start % 16};" if start % 16 else ""
+    return f"prmt.b32 t, $1, $2, {('0x5410', '0x7632')[start // 16]};{shift}"
+
+
+def _int4(words: Array, j: int, interpret: bool) -> Array:
     """u - 8 of each nibble u: 0x4300 | u is the bfloat16 128 + u, from which 136 is taken; both exact."""
     if interpret:
-        return ((words >> (4 * j)) & 15).astype(jnp.bfloat16) - 8
-    half, shift = ("0x5410", "0x7632")[j // 4], f" shr.b32 t, t, {4 * (j % 4)};" if j % 4 else ""
+        return _field(words, 4 * j, 4).astype(jnp.bfloat16) - 8
     return _asm(
-        "{ .reg .b32 t, m;"
-        f" prmt.b32 t, $1, $2, {half};{shift}"
-        " lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;"
-        " mov.b32 m, 0xC308C308; add.rn.bf16x2 $0, t, m; }",
+        f"{_half(4 * j)} lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA;"
+        " mov.b32 a, 0xC308C308; add.rn.bf16x2 $0, t, a;",
         words,
     )
 
 
-def _byte(words: Array, j: int, interpret: bool) -> Array:
+def _int8(words: Array, j: int, interpret: bool) -> Array:
     """Each signed byte: 128 + its low seven bits, minus 128 or, where its sign bit is set, 256."""
     if interpret:
         return ((words << (24 - 8 * j)) >> 24).astype(jnp.bfloat16)
     return _asm(
-        "{ .reg .b32 t, a, b;"
-        f" prmt.b32 t, $1, $2, 0x{j + 4}{j + 4}{j}{j};"
+        f"prmt.b32 t, $1, $2, 0x{j + 4}{j + 4}{j}{j};"
         " lop3.b32 a, t, 0x007F007F, 0x43004300, 0xEA;"
-        " lop3.b32 b, t, 0x00800080, 0x43004300, 0xEA; sub.rn.bf16x2 $0, a, b; }",
+        " lop3.b32 b, t, 0x00800080, 0x43004300, 0xEA; sub.rn.bf16x2 $0, a, b;",
         words,
     )
 
 
-def _int4_words(weight: QTensor) -> Array:
-    """Canonical words hold k = 8 w + j in nibble j; spread them out and pack them in plane order."""
-    words = weight.buffers["data"]
-    nibbles = (words[..., None] >> jnp.arange(0, 32, 4, dtype=jnp.uint32)) & 15
-    codes = nibbles.reshape(*words.shape[:-1], -1)
-    # Padding must be the value 0, whose code is 8.
-    step_padding = -codes.shape[-1] % 512
-    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, step_padding)], constant_values=8)
-    return _field_words(codes, 4)
+def _int3(words: Array, j: int, interpret: bool) -> Array:
+    """u - 4 of each field u: as _int4, and where u begins at bit 3, (128 + 8 u) / 8 - 20; both exact."""
+    start = _INT3_FIELDS[j]
+    if interpret:
+        return _field(words, start, 3).astype(jnp.bfloat16) - 4
+    place = start % 16 % 6
+    half = _half(start - place)
+    if place == 0:
+        return _asm(
+            f"{half} lop3.b32 t, t, 0x00070007, 0x43004300, 0xEA;"
+            " mov.b32 a, 0xC304C304; add.rn.bf16x2 $0, t, a;",
+            words,
+        )
+    return _asm(
+        f"{half} lop3.b32 t, t, 0x00380038, 0x43004300, 0xEA;"
+        " mov.b32 a, 0x3E003E00; mov.b32 b, 0xC1A0C1A0; fma.rn.bf16x2 $0, t, a, b;",
+        words,
+    )
 
 
-def _int8_words(weight: QTensor) -> Array:
-    return _field_words(lax.bitcast_convert_type(weight.buffers["data"], jnp.uint8), 8)
+def _e4m3(words: Array, j: int, interpret: bool) -> Array:
+    """Sign, exponent and mantissa put where bfloat16 has them make 2^-120 of the value; exact.
+
+    The codes of NaN become 480: they are refused where weights come in.
+    """
+    if interpret:
+        return E4M3.decode(_field(words, 8 * j, 8)).astype(jnp.bfloat16)
+    return _asm(
+        f"prmt.b32 t, $1, $2, 0x{j + 4}{j + 4}{j}{j}; shr.b32 a, t, 4; and.b32 a, a, 0x07F007F0;"
+        " lop3.b32 a, t, 0x80008000, a, 0xEA; mov.b32 b, 0x7B807B80; mul.rn.bf16x2 $0, a, b;",
+        words,
+    )
 
 
-def _bfloat16_words(weight: QTensor) -> Array:
-    data = _pad(weight.buffers["data"], {-1: 128})
-    return data.reshape(*data.shape[:-1], -1, 128)
+def _e2m1(words: Array, j: int, interpret: bool) -> Array:
+    """Sign, exponent and mantissa put where bfloat16 has them: 2^-126 of the value, if not interpreted."""
+    if interpret:
+        return E2M1.decode(_field(words, 4 * j, 4)).astype(jnp.bfloat16)
+    low = 4 * j % 16
+    places = f"shl.b32 a, t, {6 - low};" if low < 6 else f"shr.b32 a, t, {low - 6};"
+    return _asm(
+        f"{_half(16 * (j // 4))} {places} and.b32 a, a, 0x01C001C0; shl.b32 b, t, {12 - low};"
+        " lop3.b32 $0, b, 0x80008000, a, 0xEA;",
+        words,
+    )
+
+
+# --- scales ---
+
+
+def _float(bits: Int32[Array, "*S"]) -> Float[Array, "*S"]:
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _top_float(scale: UInt[Array, "*S"]) -> Float[Array, "*S"]:
+    """A bfloat16 or float32 from its bits."""
+    bits = scale.astype(jnp.uint32) << (32 - 8 * scale.dtype.itemsize)
+    return _float(lax.bitcast_convert_type(bits, jnp.int32))
+
+
+def _e8m0(scale: UInt[Array, "*S"], _: bool = True) -> Float[Array, "*S"]:
+    """2^(byte - 127), but 0 and infinity for bytes 0 and 255, which no weight that comes in has."""
+    return _float(scale.astype(jnp.int32) << 23)
+
+
+def _e4m3_scale(scale: UInt[Array, "*S"], interpret: bool = True) -> Float[Array, "*S"]:
+    """The value, or 2^118 of it if not interpreted: its product with 2^-126 of a code is then 2^-8 of theirs.
+
+    A CPU would take 2^-126 of a code for zero. Scales have no sign.
+    """
+    if interpret:
+        return E4M3.decode(scale)
+    # The bits make 2^-120 of it, and no float32 is 2^238.
+    return _float(scale.astype(jnp.int32) << 20) * 2.0**120 * 2.0**118
+
+
+# --- canonical buffers to rows ---
+
+
+def _bits(a: Array) -> Array:
+    return lax.bitcast_convert_type(a, f"uint{8 * a.dtype.itemsize}")
+
+
+def _bfloat16_rows(weight: QTensor) -> Rows:
+    return Rows(weight.buffers["data"], None, None)
+
+
+def _int8_rows(weight: QTensor) -> Rows:
+    return Rows(_bits(weight.buffers["data"]), None, weight.buffers["scale"])
+
+
+def _int4_g64_rows(weight: QTensor) -> Rows:
+    return Rows(unpack_bits(weight.buffers["data"], 4), _bits(weight.buffers["scale"]), None)
+
+
+def _signed_byte(codes: Array) -> Array:
+    return lax.bitcast_convert_type(codes.astype(jnp.uint8), jnp.int8).astype(jnp.float32)
+
+
+def _int8_g64_rows(weight: QTensor) -> Rows:
+    return Rows(_bits(weight.buffers["data"]), _bits(weight.buffers["scale"]), None)
+
+
+def _int3_g64_rows(weight: QTensor) -> Rows:
+    low, high = unpack_bits(weight.buffers["low"], 2), unpack_bits(weight.buffers["high"], 1)
+    return Rows(low | high << 2, _bits(weight.buffers["scale"]), None)
+
+
+def _fp8_rows(weight: QTensor) -> Rows:
+    codes = weight.buffers["data"]
+    scale = jnp.repeat(weight.buffers["scale"], 128, axis=-2)[..., : codes.shape[-2], :]
+    return Rows(codes, _bits(scale), None)
+
+
+def _mxfp8_rows(weight: QTensor) -> Rows:
+    return Rows(weight.buffers["data"], weight.buffers["scale"], None)
+
+
+def _nvfp4_rows(weight: QTensor) -> Rows:
+    codes = unpack_bits(weight.buffers["data"], 4)
+    row_scale = jnp.broadcast_to(weight.buffers["scale_2"][..., None], codes.shape[:-1])
+    return Rows(codes, weight.buffers["scale"], row_scale)
 
 
 TILE_FORMATS: dict[str, TileFormat] = {
-    "bfloat16": TileFormat(128, 1, False, _bfloat16_words, lambda tile, *_: tile),
-    "int8": TileFormat(256, 4, False, _int8_words, _byte),
-    "int4_g64": TileFormat(512, 8, True, _int4_words, _nibble),
+    "bfloat16": TileFormat(_bfloat16_rows, lambda codes: codes, lambda words, *_: words),
+    "int8": TileFormat(_int8_rows, _signed_byte, _int8, _BYTES, 8),
+    "int8_g64": TileFormat(_int8_g64_rows, _signed_byte, _int8, _BYTES, 8, 0, 64, 16),
+    "int4_g64": TileFormat(
+        _int4_g64_rows, lambda u: u.astype(jnp.float32) - 8, _int4, _NIBBLES, 4, 8, 64, 16
+    ),
+    "int3_g64": TileFormat(
+        _int3_g64_rows, lambda u: u.astype(jnp.float32) - 4, _int3, _INT3_FIELDS, 3, 4, 64, 16
+    ),
+    "fp8": TileFormat(_fp8_rows, E4M3.decode, _e4m3, _BYTES, 8, 0, 128, 32),
+    "mxfp8": TileFormat(_mxfp8_rows, E4M3.decode, _e4m3, _BYTES, 8, 0, 32, 8, _e8m0),
+    "nvfp4": TileFormat(_nvfp4_rows, E2M1.decode, _e2m1, _NIBBLES, 4, 0, 16, 8, _e4m3_scale, 2.0**8),
 }
 
 
+# --- inside a kernel ---
+
+
 def tile_dot(
-    weight_format: str,
-    data_ref: Any,
-    scale_ref: Any,
+    weight: TiledTensor,
     tile: tuple[Array, ...],
-    load_x: Callable[[Array, int], Float[Array, "T K"]],
+    x_ref: Any,
+    token: Int[Array, " T"],
+    live: Bool[Array, " T"],
     steps: tuple[Array | int, Array | int],
-    n_rows: int,
     interpret: bool,
 ) -> Float[Array, "64 T"]:
-    """Inside a kernel: 64 rows of weight times `n_rows` rows of x, over steps[0] <= i < steps[1].
+    """64 rows of weight times rows of x, over steps[0] <= i < steps[1]; the weight's arrays are references.
 
-    `tile` leads to the row tile, (expert, n) or (n,); `load_x(k, width)` gives x[:, k:k + width]. The weight
-    is the first operand, so that few rows of x fill the narrow side of the matrix unit.
+    `tile` leads to the row tile, (expert, n) or (n,). Row t of x is `x_ref[token[t]]`, or zeros where not
+    live. The weight is the first operand, so that few rows of x fill the narrow side of the matrix unit.
     """
-    form = TILE_FORMATS[weight_format]
-
-    width = form.step // form.planes
+    form = TILE_FORMATS[weight.format]
+    scale_ref: Any = weight.scale
+    column = jnp.arange(form.width)[None, :]
 
     def step(i: Array, total: Array) -> Array:
-        words = data_ref[*tile, i]
+        words = weight.data[*tile, i]
+        scales = {}
+        if form.mixed:
+            block = lax.div(i * form.step, BLOCK)
+            scale = form.scale(scale_ref[*tile, block], interpret).astype(jnp.bfloat16)
         # One plane after the other: all of them at once would not fit into the registers.
         for j in range(form.planes):
             plane = form.unpack(words, j, interpret)
-            x = load_x(i * form.step + j * width, width)
-            # Loaded ahead of the dot, behind which its latency would show.
-            scale = scale_ref[*tile, i * form.planes + j] if form.grouped else None
-            part = plt.dot(plane, x, trans_b=True)
-            total += part if scale is None else part * scale.astype(jnp.float32)[:, None]
+            k = i * form.step + j * form.width + column
+            x = plt.load(x_ref.at[token[:, None], k], mask=live[:, None], other=0)
+            if form.mixed:
+                total += plt.dot(plane * scale, x, trans_b=True)
+            elif form.group is None:
+                total += plt.dot(plane, x, trans_b=True)
+            else:
+                # Loaded ahead of the dot, behind which its latency would show.
+                word, first = divmod(j * form.width // form.group * form.scale_bits, 32)
+                if word not in scales:
+                    scales[word] = scale_ref[*tile, i * form.scale_words + word]
+                top = (scales[word] << (32 - form.scale_bits - first)) & (-1 << (32 - form.scale_bits))
+                total += plt.dot(plane, x, trans_b=True) * _float(top)[:, None]
         return total
 
-    total = lax.fori_loop(*steps, step, jnp.zeros((ROWS, n_rows), jnp.float32))
-    if scale_ref is not None and not form.grouped:
-        total *= scale_ref[*tile].astype(jnp.float32)[:, None]
-    return total
+    total = lax.fori_loop(*steps, step, jnp.zeros((ROWS, token.shape[0]), jnp.float32))
+    total *= 1 if interpret else form.unit
+    return total if weight.row_scale is None else total * weight.row_scale[*tile][:, None]
 
 
 def n_steps(weight: TiledTensor) -> int:
@@ -188,10 +456,7 @@ def n_steps(weight: TiledTensor) -> int:
 
 
 def pad_columns(x: Float[Array, "T D"], weight: TiledTensor) -> Float[Array, "T steps"]:
-    """`x` with zeros up to the whole steps of `weight`."""
-    return _pad(x, {}, to={-1: n_steps(weight) * TILE_FORMATS[weight.format].step})
-
-
-def nbytes(weight: TiledTensor) -> int:
-    """Bytes of one whole weight in the kernels' order."""
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in (weight.data, weight.scale) if a is not None)
+    """`x` with zeros up to the whole steps of `weight`, and in its order of k."""
+    form = TILE_FORMATS[weight.format]
+    x = jnp.pad(x, [(0, 0), (0, n_steps(weight) * form.step - x.shape[1])])
+    return mix(x) if form.mixed else x

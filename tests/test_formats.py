@@ -15,6 +15,7 @@ from mmx_jax.config import ModelConfig, bundled
 from mmx_jax.model import abstract_model
 from mmx_jax.params import Weight
 from mmx_jax.plan import memory_plan
+from mmx_jax.recipes import Recipe
 from pallas_kernels.formats import FORMATS, pack_bits, unpack_bits
 from pallas_kernels.qtensor import QTensor
 
@@ -451,7 +452,8 @@ def test_a_weight_of_the_model_takes_the_format():
 
 def test_the_memory_plan_counts_the_bytes_of_the_format():
     config = ModelConfig.from_file(bundled("tiny.json"))
-    plan = memory_plan(abstract_model(config, "int4_g64"), 1, 64)
+    plan = memory_plan(abstract_model(config, "bfloat16", Recipe({"head": "int4_g64", "*": "int8"})), 1, 64)
     shape = (config.vocab_size, config.hidden_size)
-    assert plan.parameters["embedding"] == math.prod(shape)
-    assert plan.weight_bytes["embedding"] == FORMATS["int4_g64"].nbytes(shape)
+    assert plan.parameters["output head"] == math.prod(shape)
+    assert plan.weight_bytes["output head"] == FORMATS["int4_g64"].nbytes(shape)
+    assert plan.weight_bytes["embedding"] == 2 * math.prod(shape)

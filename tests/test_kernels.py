@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh
 
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.moe import triton as moe_triton
+from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.reference import moe as moe_reference
 from pallas_kernels.moe.routing import Routing, make_routing
 from pallas_kernels.qmatmul import triton as qmatmul_triton
@@ -100,7 +101,7 @@ def test_moe(form: str, kind: str, t: int, e: int, x: int, interpret: bool) -> N
     packed = moe_triton.pack_experts(gate, up, down)
     run = jax.jit(partial(moe_triton.moe, alpha=ALPHA, limit=LIMIT, interpret=interpret))
     got = run(tokens_in, r, packed)
-    reference = moe_reference(tokens_in, r, gate, up, down, alpha=ALPHA, limit=LIMIT)
+    reference = moe_reference(tokens_in, r, ExpertWeights(gate, up, down), alpha=ALPHA, limit=LIMIT)
     assert_twice(got, reference, moe_exact(tokens_in, r, gate, up, down))
 
 
@@ -135,3 +136,32 @@ def test_every_kernel_lowers_for_cuda() -> None:
                 x = jax.ShapeDtypeStruct((t, 8192), BF16)
                 lowered = jax.jit(qmatmul_triton.qmatmul).trace(x, w).lower(lowering_platforms=("cuda",))
                 assert lowered.as_text().count("__gpu$xla.gpu.triton") == 1, form
+
+
+@pytest.mark.parametrize("form", FORMAT_NAMES)
+@pytest.mark.parametrize("shape", [(3, 72, 130), (200, 1300)])
+def test_packing_loses_nothing(form: str, shape: tuple[int, ...]) -> None:
+    """A weight in the kernels' order holds the same numbers, bit for bit, and so does one of its experts."""
+    w = weight(form, shape, 5)
+    packed = jax.jit(pack)(w)
+    np.testing.assert_array_equal(f64(packed.dequantize()), f64(w.dequantize()))
+    if len(shape) == 3:
+        np.testing.assert_array_equal(f64(packed.expert(jnp.array(2)).dequantize()), f64(w.dequantize()[2]))
+
+
+@pytest.mark.parametrize("form", FORMAT_NAMES)
+def test_weights_below_each_other_pack_as_one(form: str) -> None:
+    weights = [weight(form, (f, 136), f) for f in (24, 72, 5)]
+    together = pack(*weights)
+    assert together.shape == (101, 136)
+    wanted = np.concatenate([f64(w.dequantize()) for w in weights])
+    np.testing.assert_array_equal(f64(together.dequantize()), wanted)
+
+
+@pytest.mark.parametrize("form", FORMAT_NAMES)
+def test_packed_experts_are_the_experts(form: str) -> None:
+    e, f, d = 3, 44, 136
+    weights = [weight(form, shape, i) for i, shape in enumerate([(e, f, d), (e, f, d), (e, d, f)])]
+    packed = moe_triton.pack_experts(*weights)
+    for got, wanted in zip(packed.expert(jnp.array(1)), weights, strict=True):
+        np.testing.assert_array_equal(f64(got.dequantize()), f64(wanted.dequantize()[1]))

@@ -15,10 +15,10 @@ import pytest
 
 from pallas_kernels.block_attention.reference import block_attention
 from pallas_kernels.block_select.reference import block_select
-from pallas_kernels.moe.reference import moe, swigluoai
+from pallas_kernels.moe.reference import ExpertWeights, moe, swigluoai
 from pallas_kernels.moe.routing import make_routing, tile_rows
-from pallas_kernels.paging import PagedRows
-from pallas_kernels.qk_norm_rope.reference import qk_norm_rope, rms_norm
+from pallas_kernels.paging import LayerPages, PagedRows
+from pallas_kernels.qk_norm_rope.reference import norm_rope, rms_norm
 from pallas_kernels.qmatmul.reference import qmatmul
 from pallas_kernels.qtensor import QTensor
 
@@ -89,13 +89,13 @@ def test_gemma_norm_adds_one_to_the_weight_once():
 
 
 @both
-def test_qk_norm_rope(dtype: np.dtype):
+def test_norm_rope(dtype: np.dtype):
     """Head of 14 dims: 4 pairs (i, i + 4) turn, 6 dims pass."""
     b, t, h, dim, r = 2, 5, 3, 14, 4
     x, weight = normal(0, b, t, h, dim, dtype=dtype), normal(1, dim, scale=0.5)
     angle = np.random.default_rng(2).uniform(-9, 9, (b, t, r))
     cos, sin = np.cos(angle).astype(F32), np.sin(angle).astype(F32)
-    got = qk_norm_rope(*map(jnp.asarray, (x, weight, cos, sin)), eps=1e-6)
+    got = norm_rope(*map(jnp.asarray, (x, weight, cos, sin)), 1e-6)
     assert got.dtype == dtype
     n = normed(x, weight, 1e-6)
     expected, size = n.copy(), np.abs(n)
@@ -112,7 +112,7 @@ def test_qk_norm_rope(dtype: np.dtype):
 def test_quarter_turn_pairs_the_halves():
     x = jnp.arange(1.0, 8.0)
     one, zero = jnp.ones((1, 1, 2)), jnp.zeros((1, 1, 2))
-    got = f64(qk_norm_rope(x[None, None, None], jnp.zeros(7), zero, one, eps=0.0)).reshape(-1)
+    got = f64(norm_rope(x[None, None, None], jnp.zeros(7), zero, one, 0.0)).reshape(-1)
     close(got, np.array([-3, -4, 1, 2, 5, 6, 7]) / np.sqrt(20), 12 * U32 * 2)  # mean square 140 / 7
 
 
@@ -164,7 +164,7 @@ ALPHA, LIMIT = 1.702, 1.5  # a limit that the random activations do reach
 @jax.jit
 def run_moe(x: Any, experts: Any, weights: Any, valid: Any, gate: Any, up: Any, down: Any) -> jax.Array:
     routing = make_routing(experts, weights, valid, gate.shape[0])
-    return moe(x, routing, gate, up, down, alpha=ALPHA, limit=LIMIT)
+    return moe(x, routing, ExpertWeights(gate, up, down), alpha=ALPHA, limit=LIMIT)
 
 
 def expert_weights(n_experts: int, dtype: np.dtype = F32) -> tuple[np.ndarray, ...]:
@@ -425,7 +425,7 @@ KV, G, H = 2, 3, 7  # KV heads, query heads for each, head dim
 
 @jax.jit
 def attend(q: Any, k: Any, v: Any, table: Any, positions: Any, lengths: Any, n_blocks: Any, blocks: Any):
-    return block_attention(q, k, v, PagedRows(table, positions, lengths, n_blocks), blocks)
+    return block_attention(q, LayerPages(k, v, None), PagedRows(table, positions, lengths, n_blocks), blocks)
 
 
 class Case(NamedTuple):
@@ -554,7 +554,9 @@ def test_python_and_traced_bound_of_attention_agree(attention: str):
     paged = page(c.lengths, c.k, c.v)
     arrays = [jnp.asarray(a.swapaxes(1, 2)) for a in paged.arrays]
     rows = PagedRows(jnp.asarray(paged.table), jnp.asarray(c.positions), jnp.asarray(paged.lengths), 5)
-    got = block_attention(jnp.asarray(c.q), *arrays, rows, None if blocks is None else jnp.asarray(blocks))
+    got = block_attention(
+        jnp.asarray(c.q), LayerPages(*arrays, None), rows, None if blocks is None else jnp.asarray(blocks)
+    )
     close(got, *c.expected(blocks))
 
 
@@ -566,7 +568,7 @@ def test_unused_memory_reaches_no_gradient():
     arrays = [jnp.asarray(a.swapaxes(1, 2)) for a in paged.arrays]
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(block_attention(q, k, v, rows, blocks) ** 2)
+        return jnp.sum(block_attention(q, LayerPages(k, v, None), rows, blocks) ** 2)
 
     for gradient, pages in zip(
         jax.jit(jax.grad(loss, (0, 1, 2)))(jnp.asarray(c.q), *arrays), [c.q, *arrays], strict=True

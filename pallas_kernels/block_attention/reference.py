@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paging import PagedRows
+from pallas_kernels.paging import LayerPages, PagedRows
 from pallas_kernels.precision import EXACT, wide_dtype
 
 # Stands for minus infinity in running maxima, where -inf - -inf would be NaN.
@@ -13,8 +13,7 @@ LOWEST = -1e30
 
 def block_attention(
     q: Float[Array, "B T N H"],
-    k_pages: Float[Array, "pages K C H"],
-    v_pages: Float[Array, "pages K C H"],
+    pages: LayerPages,
     rows: PagedRows,
     blocks: Int[Array, "B T K P"] | None,
 ) -> Float[Array, "B T N H"]:
@@ -25,7 +24,7 @@ def block_attention(
     neither the result nor a gradient. A row without any visible key gives zeros.
     """
     n_rows, n_tokens, n_heads, head_dim = q.shape
-    n_kv_heads, block_size = k_pages.shape[1:3]
+    n_kv_heads, block_size = pages.k.shape[1:3]
     dtype = wide_dtype(q.dtype)
     queries = q.reshape(n_rows, n_tokens, n_kv_heads, n_heads // n_kv_heads, head_dim)
     kv_head = jnp.arange(n_kv_heads)
@@ -40,8 +39,8 @@ def block_attention(
         key_position = block[..., None] * block_size + jnp.arange(block_size)
         held = (block[..., None] >= 0) & (key_position < rows.lengths[:, None, None, None])
         visible = held & (key_position <= rows.positions[..., None, None])
-        k = jnp.where(held[..., None], k_pages[page, kv_head], 0)
-        v = jnp.where(held[..., None], v_pages[page, kv_head], 0)
+        k = jnp.where(held[..., None], pages.k[page, kv_head], 0)
+        v = jnp.where(held[..., None], pages.v[page, kv_head], 0)
         s = jnp.matmul(queries, k.swapaxes(-1, -2), precision=EXACT, preferred_element_type=dtype)
         s = jnp.where(visible[..., None, :], s * head_dim**-0.5, LOWEST)
         new_best = jnp.maximum(best, lax.stop_gradient(jnp.max(s, axis=-1)))

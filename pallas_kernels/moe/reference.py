@@ -1,5 +1,8 @@
 """The definition of the routed experts in plain JAX."""
 
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +11,29 @@ from jaxtyping import Array, Float
 from pallas_kernels.moe.routing import Routing
 from pallas_kernels.precision import EXACT, wide, wide_dtype
 from pallas_kernels.qmatmul.reference import qmatmul
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import Numbers, QTensor
+
+
+@runtime_checkable
+class Experts(Protocol):
+    """The weights of all experts, in whatever order."""
+
+    def expert(self, index: Array) -> tuple[Numbers, Numbers, Numbers]:
+        """Gate and up `[F, D]` and down `[D, F]` of one expert."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The weights of all experts as they are at rest: gate and up `[E, F, D]`, down `[E, D, F]`."""
+
+    gate: QTensor
+    up: QTensor
+    down: QTensor
+
+    def expert(self, index: Array) -> tuple[QTensor, QTensor, QTensor]:
+        return self.gate.expert(index), self.up.expert(index), self.down.expert(index)
 
 
 def swigluoai(
@@ -23,9 +48,7 @@ def swigluoai(
 def moe(
     x: Float[Array, "T D"],
     routing: Routing,
-    gate: QTensor,
-    up: QTensor,
-    down: QTensor,
+    experts: Experts,
     *,
     alpha: float,
     limit: float,
@@ -46,10 +69,9 @@ def moe(
         live = row < routing.tile_count[tile]
         pair = routing.order[jnp.where(live, routing.tile_start[tile] + row, 0)]
         inputs = jnp.where(live[:, None], x[pair // top_k], 0)
-        hidden = swigluoai(
-            qmatmul(inputs, gate.expert(expert)), qmatmul(inputs, up.expert(expert)), alpha, limit
-        ).astype(x.dtype)
-        return out.at[jnp.where(live, pair, n_pairs)].set(qmatmul(hidden, down.expert(expert)), mode="drop")
+        gate, up, down = experts.expert(expert)
+        hidden = swigluoai(qmatmul(inputs, gate), qmatmul(inputs, up), alpha, limit).astype(x.dtype)
+        return out.at[jnp.where(live, pair, n_pairs)].set(qmatmul(hidden, down), mode="drop")
 
     def step(out: Array, tile: Array) -> tuple[Array, None]:
         used = routing.tile_expert[tile] >= 0

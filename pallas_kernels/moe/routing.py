@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Up to this many tokens an expert has few rows, and tiles of the fewest rows a matrix unit takes serve best.
-DECODE_TOKENS = 128
+from pallas_kernels.call import DECODE_TOKENS
+
+# For decoding, when an expert has few rows, tiles of the fewest rows that a matrix unit takes serve best.
 MIN_TILE_ROWS = 8
 MAX_TILE_ROWS = 128
 

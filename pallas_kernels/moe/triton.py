@@ -4,14 +4,18 @@ One program computes 64 weight rows for one tile of tokens, so every weight is r
 stream contiguous tiles; programs of unused tiles end at once. The rows of gate and up are interleaved by
 eights, which puts a feature's gate and up into the same thread's registers: the activation costs no exchange.
 
-Tried on one H200, int4_g64, gate and up of 4 / 28 / 110 experts in µs (this: 29 / 164 / 595):
-- scales loaded after the dot instead of before: 31 / 187 / 646; two or four stages: within 10%, slower.
-- 128 rows a program, 8 warps: 38 / 199 / 712; 8 warps on 64 rows: 56 / 344 / 1262.
-- zero point taken off the sums with row sums of x, instead of off each weight: 30 / 171 / 627.
+Tried on one H200, int4_g64, both kernels and the weighted sum at 1 / 8 / 32 / 64 / 128 tokens in µs:
+- this, with the scales of two groups in a word: 44 / 244 / 645 / 853 / 1003.
+- a load for each group's scales: 47 / 260 / 675 / 895 / 1057; loaded after the dot: 8% slower than that.
+- the next step's scales carried through the loop: equal. Scales folded into the weights: 17% slower.
+- two / four / five stages: 7 / 8 / 25% slower. One or two warps, or x as the first operand with 16 rows:
+  twice as slow. 128 rows a program with 8 warps: 20 to 30% slower; 8 warps on 64 rows: twice as slow.
+- zero point taken off the sums with row sums of x, instead of off each weight: 4% slower.
 - tiles before experts in the grid, evict-first loads, no shift by zero: no difference.
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,10 +27,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels.call import Call
 from pallas_kernels.moe.routing import Routing
 from pallas_kernels.precision import EXACT
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.tiles import ROWS, TiledTensor, n_steps, pack, pad_columns, tile_dot
+from pallas_kernels.tiles import (
+    ROWS,
+    TILE_FORMATS,
+    Rows,
+    TiledTensor,
+    n_steps,
+    pack,
+    pad_columns,
+    pad_rows,
+    tile,
+    tile_dot,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -37,50 +53,67 @@ class PackedExperts:
     gate_up: TiledTensor
     down: TiledTensor
 
+    def expert(self, index: Array) -> tuple[QTensor, QTensor, TiledTensor]:
+        """Gate, up and down of one expert, for the reference."""
+        both, down = self.gate_up.expert(index), self.down.expert(index)
+        (d_model, features), n_rows = down.shape, both.data.shape[0] * ROWS
+        values = dataclasses.replace(both, shape=(n_rows, d_model)).dequantize()
+        gate, up = values.reshape(-1, 2, 8, d_model).swapaxes(0, 1).reshape(2, -1, d_model)[:, :features]
+        gate, up = (QTensor(w.dtype.name, w.shape, {"data": w}) for w in (gate, up))
+        return gate, up, down
+
 
 def pack_experts(gate: QTensor, up: QTensor, down: QTensor) -> PackedExperts:
-    """Interleave gate and up by eight rows, and tile; F must be a multiple of eight.
+    """Interleave gate and up by eight rows, and tile. Features up to a multiple of eight are zeros.
 
     Expert by expert, so that the scratch memory is one expert's.
     """
+    n_experts, features, d_model = gate.shape
+
+    def rows(weight: QTensor) -> Rows:
+        return pad_rows(weight.format, TILE_FORMATS[weight.format].rows(weight), 8)
 
     def interleave(a: Array, b: Array) -> Array:
-        rows, *rest = a.shape
-        pair = [w.reshape(rows // 8, 8, *rest) for w in (a, b)]
-        return jnp.stack(pair, axis=1).reshape(2 * rows, *rest)
+        pair = [w.reshape(-1, 8, *w.shape[1:]) for w in (a, b)]
+        return jnp.stack(pair, axis=1).reshape(-1, *a.shape[1:])
 
-    def pack_one(tensors: tuple[dict[str, Array], ...]) -> tuple[TiledTensor, TiledTensor]:
-        gate_buffers, up_buffers, down_buffers = tensors
-        both = {name: interleave(a, up_buffers[name]) for name, a in gate_buffers.items()}
-        gate_up = QTensor(gate.format, (2 * features, d_model), both)
-        return pack(gate_up), pack(QTensor(down.format, down.shape[1:], down_buffers))
+    def pack_one(tensors: tuple[QTensor, QTensor, QTensor]) -> tuple[TiledTensor, TiledTensor]:
+        gate, up, down = (dataclasses.replace(w, shape=w.shape[1:]) for w in tensors)
+        both = jax.tree.map(interleave, rows(gate), rows(up))
+        return tile(gate.format, (2 * features, d_model), both), pack(down)
 
-    n_experts, features, d_model = gate.shape
-    gate_up, packed_down = lax.map(pack_one, (gate.buffers, up.buffers, down.buffers))
+    gate_up, packed_down = lax.map(pack_one, (gate, up, down))
     return PackedExperts(
         dataclasses.replace(gate_up, shape=(n_experts, *gate_up.shape)),
         dataclasses.replace(packed_down, shape=(n_experts, *packed_down.shape)),
     )
 
 
-def _kernel(*refs: Any, form: str, top_k: int, rows: int, steps: int, activation, interpret: bool) -> None:
-    expert_ref, start_ref, count_ref, order_ref, x_ref, data_ref, *scale_ref, out_ref = refs
+def _kernel(
+    expert_ref: Any,
+    start_ref: Any,
+    count_ref: Any,
+    order_ref: Any,
+    x_ref: Any,
+    weight: TiledTensor,
+    out_ref: Any,
+    *,
+    top_k: int,
+    n_rows: int,
+    steps: int,
+    activation: Callable[[Array], Array] | None,
+    interpret: bool,
+) -> None:
     n, tile = pl.program_id(0), pl.program_id(1)
     expert = expert_ref[tile]
 
     @pl.when(expert >= 0)
     def _() -> None:
-        row = jnp.arange(rows)
+        row = jnp.arange(n_rows)
         live = row < count_ref[tile]
         pair = plt.load(order_ref.at[start_ref[tile] + row], mask=live, other=0)
         token = jnp.where(live, pair // top_k, 0)
-
-        def load_x(k: Array, width: int) -> Array:
-            column = k + jnp.arange(width)[None, :]
-            return plt.load(x_ref.at[token[:, None], column], mask=live[:, None], other=0)
-
-        scale = scale_ref[0] if scale_ref else None
-        y = tile_dot(form, data_ref, scale, (expert, n), load_x, (0, steps), rows, interpret)
+        y = tile_dot(weight, (expert, n), x_ref, token, live, (0, steps), interpret)
         if activation is not None:
             y = activation(y)
         # The last row of the output is a place for tokens that are none.
@@ -105,38 +138,33 @@ def _run(
     weight: TiledTensor,
     out: jax.ShapeDtypeStruct,
     top_k: int,
-    activation,
-    interpret,
+    activation: Callable[[Array], Array] | None,
+    interpret: bool,
 ) -> Array:
-    x = pad_columns(x, weight)
     kernel = partial(
         _kernel,
-        form=weight.format,
         top_k=top_k,
-        rows=routing.tile_rows,
+        n_rows=routing.tile_rows,
         steps=n_steps(weight),
         activation=activation,
         interpret=interpret,
     )
-    scale = () if weight.scale is None else (weight.scale,)
-    operands = (
-        routing.tile_expert,
-        routing.tile_start,
-        routing.tile_count,
-        routing.order,
-        x,
-        weight.data,
-        *scale,
-    )
+    tiles = (routing.tile_expert, routing.tile_start, routing.tile_count, routing.order)
+    operands = (*tiles, pad_columns(x, weight), weight)
     return pl.pallas_call(
         kernel,
         out_shape=out,
         grid=(weight.data.shape[1], routing.tile_expert.shape[0]),
-        in_specs=[pl.no_block_spec] * len(operands),
+        in_specs=jax.tree.map(lambda _: pl.no_block_spec, operands),
         out_specs=pl.no_block_spec,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
     )(*operands)
+
+
+def supported(call: Call) -> str | None:
+    """What is in the way of this call, if anything."""
+    return call.wrong_dtype() or call.too_many_tokens()
 
 
 def moe(

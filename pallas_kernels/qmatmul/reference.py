@@ -4,10 +4,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.precision import EXACT, wide_dtype
-from pallas_kernels.qtensor import QTensor
+from pallas_kernels.qtensor import Numbers
 
 
-def qmatmul(x: Float[Array, "*T D"], w: QTensor) -> Float[Array, "*T F"]:
+def qmatmul(x: Float[Array, "*T D"], w: Numbers) -> Float[Array, "*T F"]:
     """`x @ w.T` accumulated and returned in float32 (float64 for float64 `x`); the caller rounds."""
     values = w.dequantize().astype(x.dtype)
     return jnp.einsum("...d,fd->...f", x, values, precision=EXACT, preferred_element_type=wide_dtype(x.dtype))

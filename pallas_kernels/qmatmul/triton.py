@@ -13,51 +13,49 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels.tiles import ROWS, TiledTensor, pad_columns, tile_dot
+from pallas_kernels.call import Call
+from pallas_kernels.tiles import ROWS, TiledTensor, n_steps, pad_columns, tile_dot
 
-MAX_TOKENS = 128
 # Programs that keep the 132 multiprocessors of an H200 busy: about three on each.
 PROGRAMS = 400
 
 
-def _kernel(*refs: Any, form: str, rows: int, steps: int, interpret: bool) -> None:
-    x_ref, data_ref, *scale_ref, out_ref = refs
+def _kernel(
+    x_ref: Any, weight: TiledTensor, out_ref: Any, *, n_rows: int, steps: int, interpret: bool
+) -> None:
     n, part = pl.program_id(0), pl.program_id(1)
-    n_tokens = x_ref.shape[0]
-    row = jnp.arange(rows)
-    live = row < n_tokens
-
-    def load_x(k: Array, width: int) -> Array:
-        column = k + jnp.arange(width)[None, :]
-        return plt.load(x_ref.at[row[:, None], column], mask=live[:, None], other=0)
-
+    token = jnp.arange(n_rows)
     # The last part may be shorter.
     first = part * steps
-    last = jnp.minimum(first + steps, data_ref.shape[1])
-    scale = scale_ref[0] if scale_ref else None
-    y = tile_dot(form, data_ref, scale, (n,), load_x, (first, last), rows, interpret)
+    last = jnp.minimum(first + steps, n_steps(weight))
+    y = tile_dot(weight, (n,), x_ref, token, token < x_ref.shape[0], (first, last), interpret)
     column = n * ROWS + jnp.arange(ROWS)
-    plt.store(out_ref.at[part, row[None, :], column[:, None]], y)
+    plt.store(out_ref.at[part, token[None, :], column[:, None]], y)
 
 
-def qmatmul(x: Float[Array, "T D"], weight: TiledTensor, *, interpret: bool = False) -> Float[Array, "T F"]:
+def supported(call: Call) -> str | None:
+    """What is in the way of this call, if anything."""
+    return call.wrong_dtype() or call.too_many_tokens()
+
+
+def qmatmul(x: Float[Array, "*T D"], weight: TiledTensor, *, interpret: bool = False) -> Float[Array, "*T F"]:
     """`x @ w.T` in float32, as the reference defines it, for up to 128 tokens of bfloat16 `x`."""
+    lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     n_tokens = x.shape[0]
     n_tiles, all_steps = weight.data.shape[:2]
-    x = pad_columns(x, weight)
     parts = max(1, min(all_steps, PROGRAMS // n_tiles))
     steps = -(-all_steps // parts)
     parts = -(-all_steps // steps)
-    rows = max(8, 1 << (n_tokens - 1).bit_length())
-    scale = () if weight.scale is None else (weight.scale,)
-    operands = (x, weight.data, *scale)
+    n_rows = max(8, pl.next_power_of_2(n_tokens))
+    operands = (pad_columns(x, weight), weight)
     out = pl.pallas_call(
-        partial(_kernel, form=weight.format, rows=rows, steps=steps, interpret=interpret),
-        out_shape=jax.ShapeDtypeStruct((parts, rows, n_tiles * ROWS), jnp.float32),
+        partial(_kernel, n_rows=n_rows, steps=steps, interpret=interpret),
+        out_shape=jax.ShapeDtypeStruct((parts, n_rows, n_tiles * ROWS), jnp.float32),
         grid=(n_tiles, parts),
-        in_specs=[pl.no_block_spec] * len(operands),
+        in_specs=jax.tree.map(lambda _: pl.no_block_spec, operands),
         out_specs=pl.no_block_spec,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if rows <= 32 else 2),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if n_rows <= 32 else 2),
         interpret=interpret,
+        name="qmatmul",
     )(*operands)
-    return jnp.sum(out[:, :n_tokens, : weight.shape[0]], axis=0)
+    return jnp.sum(out[:, :n_tokens, : weight.shape[0]], axis=0).reshape(*lead, -1)

@@ -1,0 +1,143 @@
+"""block_attention as two Pallas-Triton kernels, for decoding: partial results, then their weighted sum.
+
+A program takes one row, one KV head and a share of the keys, so that even one sequence keeps the chip busy;
+all query heads of the KV head use a key while it is there. A row is cut into the same number of shares
+whatever its length.
+"""
+
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.call import Call
+from pallas_kernels.paging import LayerPages, PagedRows
+
+# Keys of one step; a step never crosses a page.
+KEYS = 64
+# Programs that fill the 132 multiprocessors of an H200.
+PROGRAMS = 396
+# Stands for minus infinity in running maxima, where -inf - -inf would be NaN.
+LOWEST = -1e30
+
+
+def _attend(*refs, keys: int, shares: int, dense: bool) -> None:
+    q_ref, k_ref, v_ref, table_ref, positions_ref, lengths_ref, *blocks_ref, out_ref, best_ref, total_ref = (
+        refs
+    )
+    n_heads, head_dim = q_ref.shape[2:]
+    n_kv_heads, block_size = k_ref.shape[1:3]
+    group = n_heads // n_kv_heads
+    row, kv_head, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head = jnp.arange(max(16, pl.next_power_of_2(group)))
+    lane = jnp.arange(max(16, pl.next_power_of_2(head_dim)))
+    in_head = lane < head_dim
+    heads = kv_head * group + head
+    q_mask = (head < group)[:, None] & in_head[None, :]
+    q = plt.load(q_ref.at[row, 0, heads[:, None], lane[None, :]], mask=q_mask, other=0)
+
+    n_keys = jnp.minimum(lengths_ref[row], positions_ref[row, 0] + 1)
+    steps_per_page = pl.cdiv(block_size, keys)
+    n_blocks = pl.cdiv(n_keys, block_size) if dense else blocks_ref[0].shape[2]
+    steps = pl.cdiv(n_blocks * steps_per_page, shares)
+    first = share * steps
+    last = jnp.minimum(first + steps, n_blocks * steps_per_page)
+
+    def attend(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        best, total, out = carry
+        block = step // steps_per_page
+        block = block if dense else blocks_ref[0][row, kv_head, block]
+        page = table_ref[row, jnp.maximum(block, 0)]
+        offset = step % steps_per_page * keys + jnp.arange(keys)
+        seen = (offset < block_size) & (block * block_size + offset < n_keys) & (block >= 0)
+        # What a row does not hold is masked itself: the memory may contain NaN.
+        mask = seen[:, None] & in_head[None, :]
+        k = plt.load(k_ref.at[page, kv_head, offset[:, None], lane[None, :]], mask=mask, other=0)
+        v = plt.load(v_ref.at[page, kv_head, offset[:, None], lane[None, :]], mask=mask, other=0)
+        s = plt.dot(q, k, trans_b=True) * (head_dim**-0.5 * math.log2(math.e))
+        s = jnp.where(seen[None, :], s, LOWEST)
+        new_best = jnp.maximum(best, jnp.max(s, axis=1))
+        weight = jnp.where(seen[None, :], jnp.exp2(s - new_best[:, None]), 0)
+        decay = jnp.exp2(best - new_best)
+        total = total * decay + jnp.sum(weight, axis=1)
+        out = out * decay[:, None] + plt.dot(weight.astype(v.dtype), v)
+        return new_best, total, out
+
+    carry = (
+        jnp.full(head.shape, LOWEST, jnp.float32),
+        jnp.zeros(head.shape, jnp.float32),
+        jnp.zeros((head.size, lane.size), jnp.float32),
+    )
+    best, total, out = lax.fori_loop(first, last, attend, carry)
+    plt.store(out_ref.at[row, share, heads[:, None], lane[None, :]], out, mask=q_mask)
+    plt.store(best_ref.at[row, share, heads], best, mask=head < group)
+    plt.store(total_ref.at[row, share, heads], total, mask=head < group)
+
+
+def _merge(out_ref, best_ref, total_ref, merged_ref) -> None:
+    shares, _, head_dim = out_ref.shape[1:]
+    row, head = pl.program_id(0), pl.program_id(1)
+    share = jnp.arange(pl.next_power_of_2(shares))
+    lane = jnp.arange(pl.next_power_of_2(head_dim))
+    live = share < shares
+    best = plt.load(best_ref.at[row, share, head], mask=live, other=LOWEST)
+    total = plt.load(total_ref.at[row, share, head], mask=live, other=0)
+    weight = jnp.exp2(best - jnp.max(best, axis=0))
+    mask = live[:, None] & (lane < head_dim)[None, :]
+    out = plt.load(out_ref.at[row, share[:, None], head, lane[None, :]], mask=mask, other=0)
+    out = jnp.sum(out * weight[:, None], axis=0)
+    total = jnp.sum(total * weight, axis=0)
+    out = out / jnp.where(total > 0, total, 1)
+    plt.store(merged_ref.at[row, 0, head, lane], out.astype(merged_ref.dtype), mask=lane < head_dim)
+
+
+def supported(call: Call) -> str | None:
+    """What is in the way of this call, if anything."""
+    return call.wrong_dtype() or call.no_decoding()
+
+
+def block_attention(
+    q: Float[Array, "B 1 N H"],
+    pages: LayerPages,
+    rows: PagedRows,
+    blocks: Int[Array, "B 1 K P"] | None,
+    *,
+    interpret: bool = False,
+) -> Float[Array, "B 1 N H"]:
+    """Attention of one new token per row, as the reference defines it, with weights in bfloat16."""
+    n_rows, _, n_heads, head_dim = q.shape
+    n_kv_heads, block_size = pages.k.shape[1:3]
+    n_blocks = rows.page_table.shape[1] if blocks is None else blocks.shape[-1]
+    keys = min(KEYS, max(16, pl.next_power_of_2(block_size)))
+    shares = min(max(PROGRAMS // (n_rows * n_kv_heads), 1), n_blocks * pl.cdiv(block_size, keys))
+    chosen = () if blocks is None else (blocks[:, 0],)
+    operands = (q, pages.k, pages.v, rows.page_table, rows.positions, rows.lengths, *chosen)
+    partials = pl.pallas_call(
+        partial(_attend, keys=keys, shares=shares, dense=blocks is None),
+        out_shape=[
+            jax.ShapeDtypeStruct((n_rows, shares, n_heads, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((n_rows, shares, n_heads), jnp.float32),
+            jax.ShapeDtypeStruct((n_rows, shares, n_heads), jnp.float32),
+        ],
+        grid=(n_rows, n_kv_heads, shares),
+        in_specs=[pl.no_block_spec] * len(operands),
+        out_specs=[pl.no_block_spec] * 3,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="block_attention",
+    )(*operands)
+    return pl.pallas_call(
+        _merge,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(n_rows, n_heads),
+        in_specs=[pl.no_block_spec] * 3,
+        out_specs=pl.no_block_spec,
+        compiler_params=plt.CompilerParams(num_warps=4),
+        interpret=interpret,
+        name="merge",
+    )(*partials)

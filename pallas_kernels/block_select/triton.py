@@ -1,0 +1,130 @@
+"""block_select as two Pallas-Triton kernels, for decoding: the scores of all blocks, then the choice.
+
+Scoring reads every index key once: one program takes a few blocks of one row and keeps the maximum of each.
+Choosing takes one program per row and index head, which picks the best block so often as blocks are wanted;
+the lower of two equal blocks wins.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.call import Call
+from pallas_kernels.paging import PagedRows
+
+# Programs that fill the 132 multiprocessors of an H200; a row is cut into equal shares, whatever its length.
+PROGRAMS = 4224
+# The choice runs over the first of these many blocks that holds the row's own, so that a short sequence does
+# not pay for the capacity.
+WIDTHS = (256, 2048)
+
+
+def _visible(positions_ref: Any, lengths_ref: Any, row: Array) -> Array:
+    """How many keys, from the first one on, the row's new token may see."""
+    return jnp.minimum(lengths_ref[row], positions_ref[row, 0] + 1)
+
+
+def _score(q_ref, pages_ref, table_ref, positions_ref, lengths_ref, out_ref, *, shares: int) -> None:
+    n_heads, dim = q_ref.shape[2:]
+    block_size = pages_ref.shape[1]
+    row, share = pl.program_id(0), pl.program_id(1)
+    n_keys = _visible(positions_ref, lengths_ref, row)
+    n_blocks = pl.cdiv(n_keys, block_size)
+    steps = pl.cdiv(n_blocks, shares)
+    head = jnp.arange(max(8, pl.next_power_of_2(n_heads)))
+    lane = jnp.arange(max(16, pl.next_power_of_2(dim)))
+    q_mask = (head < n_heads)[:, None] & (lane < dim)[None, :]
+    q = plt.load(q_ref.at[row, 0, head[:, None], lane[None, :]], mask=q_mask, other=0)
+
+    def score_block(block: Array, _: None) -> None:
+        page = table_ref[row, block]
+        key = jnp.arange(max(16, pl.next_power_of_2(block_size)))
+        held = (key < block_size) & (block * block_size + key < n_keys)
+        mask = held[:, None] & (lane < dim)[None, :]
+        keys = plt.load(pages_ref.at[page, key[:, None], lane[None, :]], mask=mask, other=0)
+        s = jnp.where(held[:, None], plt.dot(keys, q, trans_b=True), -jnp.inf)
+        plt.store(out_ref.at[row, head, block], jnp.max(s, axis=0), mask=head < n_heads)
+
+    lax.fori_loop(share * steps, jnp.minimum((share + 1) * steps, n_blocks), score_block, None)
+
+
+def _choose(
+    scores_ref, positions_ref, lengths_ref, out_ref, *, block_size, local_blocks, init_blocks
+) -> None:
+    row, head = pl.program_id(0), pl.program_id(1)
+    n_blocks = pl.cdiv(_visible(positions_ref, lengths_ref, row), block_size)
+    own = positions_ref[row, 0] // block_size
+    capacity, n_picked = scores_ref.shape[2], out_ref.shape[2]
+
+    def choose(width: int) -> None:
+        block = jnp.arange(width)
+        scores = plt.load(scores_ref.at[row, head, block], mask=block < n_blocks, other=-jnp.inf)
+        forced = (block <= own) & ((block > own - local_blocks) | (block < init_blocks))
+        scores = jnp.where(forced, jnp.inf, scores)
+        slot = jnp.arange(pl.next_power_of_2(n_picked))
+
+        def pick(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            scores, picked = carry
+            best = jnp.argmax(scores, axis=0)
+            return jnp.where(block == best, -jnp.inf, scores), jnp.where(slot == i, best, picked)
+
+        # Slots that stay unused hold ids beyond any block, which sort behind all others.
+        picks = jnp.minimum(n_blocks, n_picked)
+        _, picked = lax.fori_loop(0, picks, pick, (scores, capacity + slot))
+        rank = jnp.sum((picked[None, :] < picked[:, None]).astype(jnp.int32), axis=1)
+        value = jnp.where(picked < capacity, picked, -1)
+        plt.store(out_ref.at[row, head, rank], value, mask=rank < n_picked)
+
+    largest = pl.next_power_of_2(capacity)
+    widths = [*(w for w in WIDTHS if w < largest), largest]
+    for narrower, width in zip([0, *widths], widths, strict=False):
+        pl.when((n_blocks > narrower if narrower else True) & (n_blocks <= width))(partial(choose, width))
+
+
+def supported(call: Call) -> str | None:
+    """What is in the way of this call, if anything."""
+    return call.wrong_dtype() or call.no_decoding()
+
+
+def block_select(
+    index_q: Float[Array, "B 1 K I"],
+    index_pages: Float[Array, "pages C I"],
+    rows: PagedRows,
+    *,
+    top_blocks: int,
+    local_blocks: int,
+    init_blocks: int,
+    interpret: bool = False,
+) -> Int[Array, "B 1 K P"]:
+    """The chosen block ids, as the reference defines them, for one new token per row."""
+    n_rows, _, n_heads, _ = index_q.shape
+    capacity, block_size = rows.page_table.shape[1], index_pages.shape[1]
+    n_picked = min(top_blocks, capacity)
+    shares = min(max(PROGRAMS // n_rows, 1), capacity)
+    scores = pl.pallas_call(
+        partial(_score, shares=shares),
+        out_shape=jax.ShapeDtypeStruct((n_rows, n_heads, capacity), jnp.float32),
+        grid=(n_rows, shares),
+        in_specs=[pl.no_block_spec] * 5,
+        out_specs=pl.no_block_spec,
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="block_scores",
+    )(index_q, index_pages, rows.page_table, rows.positions, rows.lengths)
+    chosen = pl.pallas_call(
+        partial(_choose, block_size=block_size, local_blocks=local_blocks, init_blocks=init_blocks),
+        out_shape=jax.ShapeDtypeStruct((n_rows, n_heads, n_picked), jnp.int32),
+        grid=(n_rows, n_heads),
+        in_specs=[pl.no_block_spec] * 3,
+        out_specs=pl.no_block_spec,
+        compiler_params=plt.CompilerParams(num_warps=8 if capacity > 1024 else 4),
+        interpret=interpret,
+        name="block_choice",
+    )(scores, rows.positions, rows.lengths)
+    return chosen[:, None]

@@ -1,0 +1,241 @@
+"""What the benchmark and the tuner run: every operation at M3's sizes, with inputs made on the device.
+
+The inputs rotate: each call works on other experts, weights or pages, more of them than the L2 cache holds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_kernels.block_attention import triton as attention_triton
+from pallas_kernels.block_attention.reference import block_attention
+from pallas_kernels.block_select import triton as select_triton
+from pallas_kernels.block_select.reference import block_select
+from pallas_kernels.call import DECODE_TOKENS
+from pallas_kernels.formats import FORMATS
+from pallas_kernels.moe import triton as moe_triton
+from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.moe.reference import moe as moe_reference
+from pallas_kernels.moe.routing import make_routing
+from pallas_kernels.paging import LayerPages, PagedRows
+from pallas_kernels.qmatmul import triton as qmatmul_triton
+from pallas_kernels.qmatmul.reference import qmatmul as qmatmul_reference
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.tiles import pack
+
+D, F, E, X = 6144, 3072, 128, 4
+N, K, H, C, P = 64, 4, 128, 128, 16
+INDEX = 128
+ALPHA, LIMIT = 1.702, 7.0
+TOKENS = (1, 8, 32, 64, 128)
+CONTEXTS = ((1, 8), (1, 32), (1, 128), (1, 512), (32, 8), (32, 128))  # rows, thousands of keys
+# Name -> rows and columns of a projection, and how many copies the L2 cache does not hold.
+PROJECTIONS = {"o_proj": (6144, 8192, 4), "qkv": (9856, 6144, 4), "lm_head": (200064, 6144, 2)}
+POOL = 32768  # pages
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One row of the table: a kernel and its reference on the same numbers.
+
+    `inputs` and `reference_inputs` are arguments of `kernel` and `reference`, one tuple for each call.
+    `check` gives the kernel's result, the reference's and an exact one for the gate, or says what is wrong.
+    """
+
+    op: str
+    name: str
+    format: str
+    size: int  # tokens, or keys per row
+    n_bytes: float
+    kernel: Callable
+    inputs: Sequence[tuple]
+    reference: Callable
+    reference_inputs: Sequence[tuple]
+    check: Callable[[], tuple[Array, Array, Array | np.ndarray]]
+    experts: tuple[np.ndarray, ...] = ()
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Normal numbers, a slice of the first axis at a time."""
+    keys = jax.random.split(key, shape[0])
+    return jax.lax.map(lambda k: jax.random.normal(k, shape[1:], dtype), keys)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _codes(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    bits = jax.random.bits(key, shape, f"uint{8 * jnp.dtype(dtype).itemsize}")
+    return jax.lax.bitcast_convert_type(bits, dtype)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _scales(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jax.random.uniform(key, shape, minval=0.5, maxval=1.5).astype(dtype)
+
+
+def random_weight(form: str, shape: tuple[int, ...], seed: int) -> QTensor:
+    """Random codes, made on the device, with scales that give entries of about 1 / sqrt(D)."""
+    size = shape[-1] ** -0.5
+    buffers = {}
+    for i, (name, spec) in enumerate(FORMATS[form].buffers(shape).items()):
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        if form == "bfloat16":
+            buffers[name] = _normal(key, spec.shape, spec.dtype) * jnp.bfloat16(size)
+        elif (form, name) == ("mxfp8", "scale"):
+            buffers[name] = 113 + _codes(key, spec.shape, spec.dtype) % 2  # about 2^-13 of codes about 100
+        elif (form, name) == ("nvfp4", "scale"):
+            buffers[name] = 0x30 + _codes(key, spec.shape, spec.dtype) % 16  # 0.5 to 1.9
+        elif name == "scale_2":
+            buffers[name] = jnp.full(spec.shape, size / 3, spec.dtype)
+        elif name == "scale":
+            largest = {"fp8": 200, "int4_g64": 5, "int3_g64": 2}.get(form, 80)
+            buffers[name] = _scales(key, spec.shape, spec.dtype) * spec.dtype.type(size / largest)
+        elif form in ("fp8", "mxfp8"):
+            codes = _codes(key, spec.shape, spec.dtype)
+            buffers[name] = jnp.where(codes & 0x7F == 0x7F, 0, codes)  # no NaN
+        else:
+            buffers[name] = _codes(key, spec.shape, spec.dtype)
+    return QTensor(form, shape, buffers)
+
+
+def moe(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]:
+    """The routed experts for tokens with uniformly random experts, of which the last is one."""
+    constants = {"alpha": ALPHA, "limit": LIMIT}
+    for form in formats:
+        shapes = (E, F, D), (E, F, D), (E, D, F)
+        weights = ExpertWeights(*(random_weight(form, s, i) for i, s in enumerate(shapes)))
+        packed = jax.jit(moe_triton.pack_experts)(weights.gate, weights.up, weights.down)
+        per_expert = sum(FORMATS[form].nbytes(s[1:]) for s in shapes)
+        for t in tokens:
+            rng = np.random.default_rng(t)
+            chosen = [rng.random((t, E)).argsort(-1)[:, :X].astype(np.int32) for _ in range(8)]
+            chosen[0][0] = (E - 1, 0, 1, 2)
+            make = jax.jit(partial(make_routing, n_experts=E))
+            routings = [make(c, jnp.full((t, X), 0.5), jnp.ones(t, bool)) for c in chosen]
+            x = _normal(jax.random.key(t), (t, D), jnp.bfloat16)
+            kernel = partial(moe_triton.moe, **constants)
+            reference = partial(moe_reference, **constants)
+
+            def check(kernel=kernel, reference=reference, x=x, r=routings[0], packed=packed, weights=weights):
+                exact = jax.jit(reference)(x.astype(jnp.float32), r, weights)
+                return jax.jit(kernel)(x, r, packed), jax.jit(reference)(x, r, weights), exact
+
+            active = float(np.mean([len(np.unique(c)) for c in chosen]))
+            yield Workload(
+                "moe",
+                f"moe, {active:.1f} experts",
+                form,
+                t,
+                active * per_expert,
+                kernel,
+                [(x, r, packed) for r in routings],
+                reference,
+                [(x, r, weights) for r in routings[:2]],
+                check,
+                tuple(chosen),
+            )
+
+
+def qmatmul(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]:
+    """A layer's large projections, and the output head."""
+    for form in formats:
+        for name, (rows, columns, copies) in PROJECTIONS.items():
+            shape = (rows, columns)
+            weights = [random_weight(form, shape, i) for i in range(copies)]
+            packed = [jax.jit(pack)(w) for w in weights]
+            for t in tokens:
+                x = _normal(jax.random.key(t), (t, columns), jnp.bfloat16)
+
+                def check(x=x, w=weights[0], packed=packed[0], step=rows // 256):
+                    some = w.dequantize()[::step]
+                    exact = np.asarray(x, np.float64) @ np.asarray(some, np.float64).T
+                    got, reference = (
+                        jax.jit(f)(x, a)[:, ::step]
+                        for f, a in ((qmatmul_triton.qmatmul, packed), (qmatmul_reference, w))
+                    )
+                    return got, reference, exact
+
+                yield Workload(
+                    "qmatmul",
+                    name,
+                    form,
+                    t,
+                    FORMATS[form].nbytes(shape),
+                    qmatmul_triton.qmatmul,
+                    [(x, w) for w in packed * 2],
+                    qmatmul_reference,
+                    [(x, w) for w in weights],
+                    check,
+                )
+
+
+def attention(contexts: Sequence[tuple[int, int]], dense: bool) -> Iterator[Workload]:
+    """One new token per row on pages all over the pool: all pages, or the choice and then the chosen ones."""
+    choice = {"top_blocks": P, "local_blocks": 1, "init_blocks": 0}
+
+    def steps(select: Callable, attend: Callable) -> Callable:
+        def run(q, index_q, pages, table, positions, lengths):
+            rows = PagedRows(table, positions, lengths, table.shape[1])
+            blocks = None if dense else select(index_q, pages.index_k, rows, **choice)
+            return attend(q, pages, rows, blocks)
+
+        return run
+
+    key = jax.random.key(0)
+    shapes = [(POOL, K, C, H), (POOL, K, C, H), (POOL, C, INDEX)]
+    pages = LayerPages(*(_normal(jax.random.fold_in(key, i), s, jnp.bfloat16) for i, s in enumerate(shapes)))
+    for n_rows, thousands in contexts:
+        n_keys = thousands * 1024
+        n_blocks = n_keys // C
+        rng = np.random.default_rng(n_keys)
+        inputs = []
+        for i in range(min(32, max(4, POOL // (n_rows * n_blocks)))):
+            table = rng.permutation(POOL)[: n_rows * n_blocks].reshape(n_rows, n_blocks).astype(np.int32)
+            lengths = jnp.full(n_rows, n_keys - 5, jnp.int32)
+            q, index_q = (
+                _normal(jax.random.fold_in(key, 2 * i + j), (n_rows, 1, heads, H), jnp.bfloat16)
+                for j, heads in enumerate((N, K))
+            )
+            inputs.append((q, index_q, pages, jnp.asarray(table), lengths[:, None] - 1, lengths))
+        kernel = steps(select_triton.block_select, attention_triton.block_attention)
+        reference = steps(block_select, block_attention)
+
+        def check(kernel=kernel, reference=reference, arguments=inputs[0]):
+            q, index_q, *rest = arguments
+            exact = steps(block_select, block_attention)
+            wide = jax.jit(lambda q, *a: exact(q.astype(jnp.float32), *a))(q, index_q, *rest)
+            return jax.jit(kernel)(*arguments), jax.jit(reference)(*arguments), wide
+
+        per_key = 4 * K * H if dense else 2 * INDEX
+        chosen = 0 if dense else min(P, n_blocks) * C * 4 * K * H
+        yield Workload(
+            "dense attention" if dense else "attention",
+            f"{n_rows} rows",
+            "bfloat16",
+            n_keys,
+            n_rows * (n_keys * per_key + chosen),
+            kernel,
+            inputs,
+            reference,
+            inputs[:2],
+            check,
+        )
+
+
+def workloads(
+    ops: Sequence[str], formats: Sequence[str], tokens: Sequence[int], contexts: Sequence[tuple[int, int]]
+) -> Iterator[Workload]:
+    """All rows of the table, made one after the other so that one format's weights are held at a time."""
+    if "moe" in ops:
+        yield from moe(formats, tokens)
+    if "qmatmul" in ops:
+        yield from qmatmul(formats, [t for t in tokens if t <= DECODE_TOKENS])
+    for name, dense in (("attention", False), ("dense attention", True)):
+        if name in ops:
+            yield from attention(contexts, dense)

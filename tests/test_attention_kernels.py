@@ -1,0 +1,232 @@
+"""The attention kernels against float64 numpy: interpreted here, compiled under `pytest -m gpu`.
+
+The rule of tests/test_kernels.py: at most twice the error of the plain JAX reference. Every slot of every
+page that a row does not hold is NaN.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.block_attention import triton as attention_triton
+from pallas_kernels.block_attention.reference import block_attention
+from pallas_kernels.block_select import triton as select_triton
+from pallas_kernels.block_select.reference import block_select
+from pallas_kernels.paging import LayerPages, PagedRows
+from pallas_kernels.qk_norm_rope import triton as norm_rope_triton
+from pallas_kernels.qk_norm_rope.reference import HeadLayout, HeadNorms, qk_norm_rope
+from tests.test_kernels import BF16, MODES, assert_twice, f64
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of these lengths, the last token of each being new."""
+
+    lengths: tuple[int, ...]
+    n_heads: int = 64
+    n_kv_heads: int = 4
+    head_dim: int = 128
+    index_dim: int = 128
+    block_size: int = 128
+    top_blocks: int = 16
+    local_blocks: int = 1
+    init_blocks: int = 0
+    n_blocks: int = 34
+    index: str = "random"
+
+    @property
+    def choice(self) -> dict[str, int]:
+        return {n: getattr(self, n) for n in ("top_blocks", "local_blocks", "init_blocks")}
+
+
+ODD = {"n_heads": 6, "n_kv_heads": 2, "head_dim": 24, "index_dim": 40, "block_size": 16, "n_blocks": 13}
+CASES = {
+    "around one block": Case((1, 127, 128, 129)),
+    "around sixteen blocks": Case((2047, 2048, 2049, 4097)),
+    "odd dims": Case((1, 17, 100, 190), top_blocks=4, local_blocks=2, init_blocks=1, **ODD),
+    "blocks of 8": Case((1, 8, 40, 77), top_blocks=4, **ODD | {"block_size": 8}),
+    "blocks of 72": Case((1, 72, 73, 450), top_blocks=4, **ODD | {"block_size": 72}),
+    "one row, few of its blocks": Case((200,), top_blocks=3, init_blocks=1, **ODD),
+    "more slots than blocks": Case((5, 40), top_blocks=16, **ODD),
+    "negative scores": Case((200, 64), top_blocks=4, index="negative", **ODD),
+    "tied scores": Case((208, 150), top_blocks=5, index="tied", **ODD),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: jax.Array
+    index_q: jax.Array
+    pages: LayerPages
+    rows: PagedRows
+
+
+def inputs(case: Case) -> Inputs:
+    rng = np.random.default_rng(7)
+    c, n_rows = case, len(case.lengths)
+    n_pages = n_rows * c.n_blocks + 2
+    table = rng.permutation(n_pages)[: n_rows * c.n_blocks].reshape(n_rows, c.n_blocks).astype(np.int32)
+    held = np.zeros((n_pages, c.block_size), bool)
+    for row, length in enumerate(c.lengths):
+        p = np.arange(length)
+        held[table[row, p // c.block_size], p % c.block_size] = True
+    kv_shape = (n_pages, c.n_kv_heads, c.block_size, c.head_dim)
+    k, v = (np.where(held[:, None, :, None], rng.standard_normal(kv_shape), np.nan) for _ in "kv")
+    index_k = rng.standard_normal((n_pages, c.block_size, c.index_dim))
+    index_q = rng.standard_normal((n_rows, 1, c.n_kv_heads, c.index_dim))
+    if c.index == "negative":
+        index_k, index_q = -np.abs(index_k), np.abs(index_q)
+    if c.index == "tied":  # small integers: exact in any order, and equal in many blocks
+        index_k, index_q = np.ones_like(index_k) * rng.integers(0, 2, (n_pages, 1, 1)), np.ones_like(index_q)
+    index_k = np.where(held[..., None], index_k, np.nan)
+    lengths = jnp.asarray(c.lengths, jnp.int32)
+    n_blocks = -(-max(c.lengths) // c.block_size)
+    return Inputs(
+        jnp.asarray(rng.standard_normal((n_rows, 1, c.n_heads, c.head_dim)), BF16),
+        jnp.asarray(index_q, BF16),
+        LayerPages(*(jnp.asarray(a, BF16) for a in (k, v, index_k))),
+        PagedRows(jnp.asarray(table), lengths[:, None] - 1, lengths, n_blocks),
+    )
+
+
+def exact_choice(case: Case, i: Inputs) -> np.ndarray:
+    """By scores in float64; equal scores go to the lower block."""
+    q, keys, table = f64(i.index_q), f64(i.pages.index_k), np.asarray(i.rows.page_table)
+    out = np.full((len(case.lengths), 1, case.n_kv_heads, min(case.top_blocks, case.n_blocks)), -1)
+    for row, length in enumerate(case.lengths):
+        own = (length - 1) // case.block_size
+        own_keys = keys[table[row, : own + 1]].reshape(-1, case.index_dim)[:length]
+        for head in range(case.n_kv_heads):
+            s = np.pad(own_keys @ q[row, 0, head], (0, -length % case.block_size), constant_values=-np.inf)
+            best = s.reshape(-1, case.block_size).max(-1)
+            best[max(own - case.local_blocks + 1, 0) :] = np.inf
+            best[: case.init_blocks] = np.inf
+            chosen = np.sort(np.argsort(-best, kind="stable")[: case.top_blocks])
+            out[row, 0, head, : len(chosen)] = chosen
+    return out
+
+
+def exact_attention(case: Case, i: Inputs, blocks: np.ndarray | None) -> np.ndarray:
+    q, k, v, table = f64(i.q), f64(i.pages.k), f64(i.pages.v), np.asarray(i.rows.page_table)
+    out, group = np.zeros(q.shape), case.n_heads // case.n_kv_heads
+    for row, length in enumerate(case.lengths):
+        for head in range(case.n_kv_heads):
+            used = np.arange(-(-length // case.block_size)) if blocks is None else blocks[row, 0, head]
+            used = used[used >= 0]
+            position = (used[:, None] * case.block_size + np.arange(case.block_size)).reshape(-1)
+            keys, values = (a[table[row, used], head].reshape(-1, case.head_dim) for a in (k, v))
+            keys, values = keys[position < length], values[position < length]
+            s = q[row, 0, head * group : (head + 1) * group] @ keys.T / np.sqrt(case.head_dim)
+            p = np.exp(s - s.max(-1, keepdims=True))
+            out[row, 0, head * group : (head + 1) * group] = p / p.sum(-1, keepdims=True) @ values
+    return out
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("name", CASES)
+def test_block_select(name: str, interpret: bool) -> None:
+    case = CASES[name]
+    i = inputs(case)
+    want = exact_choice(case, i)
+    for select in (block_select, partial(select_triton.block_select, interpret=interpret)):
+        got = jax.jit(partial(select, rows=i.rows, **case.choice))(i.index_q, i.pages.index_k)
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@pytest.mark.parametrize("name", list(CASES)[:5])
+def test_block_attention(name: str, dense: bool, interpret: bool) -> None:
+    case = CASES[name]
+    i = inputs(case)
+    chosen = None if dense else exact_choice(case, i)
+    blocks = None if chosen is None else jnp.asarray(chosen, jnp.int32)
+    got = jax.jit(partial(attention_triton.block_attention, rows=i.rows, interpret=interpret))(
+        i.q, i.pages, blocks=blocks
+    )
+    reference = block_attention(i.q, i.pages, i.rows, blocks)
+    assert_twice(got, reference, exact_attention(case, i, chosen))
+
+
+@pytest.mark.parametrize("interpret", MODES)
+def test_a_padding_token_gives_finite_numbers(interpret: bool) -> None:
+    """An idle row: its new token is not written, and its position is one that it does not hold."""
+    case = CASES["odd dims"]
+    i = inputs(case)
+    positions = i.rows.positions.at[1, 0].set(case.lengths[1])
+    rows = PagedRows(i.rows.page_table, positions, i.rows.lengths.at[0].set(0), i.rows.n_blocks)
+    blocks = select_triton.block_select(i.index_q, i.pages.index_k, rows, interpret=interpret, **case.choice)
+    assert np.all((np.asarray(blocks) >= -1) & (np.asarray(blocks) < case.n_blocks))
+    for chosen in (blocks, None):
+        out = attention_triton.block_attention(i.q, i.pages, rows, chosen, interpret=interpret)
+        assert np.all(np.isfinite(f64(out)))
+
+
+def turned(x: np.ndarray, weight: np.ndarray, angle: np.ndarray, eps: float) -> np.ndarray:
+    """Norm and rotation of one head in float64."""
+    x = x / np.sqrt((x * x).mean() + eps) * (1 + weight)
+    r = len(angle)
+    a, b = x[:r], x[r : 2 * r]
+    c, s = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * c - b * s, b * c + a * s, x[2 * r :]])
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize("dims", [(6, 2, 24, 40, 16, 5), (64, 4, 128, 128, 128, 32)], ids=["odd", "m3"])
+def test_qk_norm_rope(dims: tuple[int, ...], sparse: bool, interpret: bool) -> None:
+    """Queries, keys and values against float64; the second of three rows is padding and writes nothing."""
+    n_heads, n_kv_heads, head_dim, index_dim, block_size, n_pairs = dims
+    layout = HeadLayout(n_heads, n_kv_heads, head_dim, index_dim if sparse else None)
+    rng, eps, n_rows, n_blocks = np.random.default_rng(3), 1e-6, 3, 4
+    sizes = [(n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, head_dim)]
+    sizes += [(n_kv_heads, index_dim), (1, index_dim)] if sparse else []
+    heads = [jnp.asarray(rng.standard_normal((n_rows, 1, *s)), BF16) for s in sizes]
+    projected = jnp.concatenate([h.reshape(n_rows, 1, -1) for h in heads], axis=-1)
+    weights = [
+        (rng.standard_normal(d) * 0.3).astype(np.float32) for d in (head_dim, head_dim, index_dim, index_dim)
+    ]
+    norms = HeadNorms(*(jnp.asarray(w) if sparse or n < 2 else None for n, w in enumerate(weights)))
+    angle = rng.uniform(-3, 3, (n_rows, 1, n_pairs))
+    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    n_pages = n_rows * n_blocks + 1
+    shape = (n_pages, n_kv_heads, block_size, head_dim)
+    old = [rng.standard_normal(s) for s in (shape, shape, (n_pages, block_size, index_dim))]
+    pages = LayerPages(
+        *(jnp.asarray(a, BF16) for a in old[:2]), jnp.asarray(old[2], BF16) if sparse else None
+    )
+    table = rng.permutation(n_pages)[: n_rows * n_blocks].reshape(n_rows, n_blocks).astype(np.int32)
+    positions = np.array([0, block_size, 3 * block_size - 1])
+    lengths = positions + np.array([1, 0, 1])
+    rows = PagedRows(
+        jnp.asarray(table), jnp.asarray(positions[:, None], jnp.int32), jnp.asarray(lengths, jnp.int32), 4
+    )
+
+    want = [f64(h) for h in heads]
+    for kind, weight in ((0, 0), (1, 1), (3, 2), (4, 3)):
+        if kind < len(want):
+            for row in range(n_rows):
+                for head in range(want[kind].shape[2]):
+                    x = want[kind][row, 0, head]
+                    want[kind][row, 0, head] = turned(x, f64(weights[weight]), angle[row, 0], eps)
+    arguments = (projected, layout, norms, cos, sin, pages, rows)
+    reference = qk_norm_rope(*arguments, eps=eps)
+    run = partial(norm_rope_triton.qk_norm_rope, eps=eps, interpret=interpret)
+    got = jax.jit(lambda x, p: run(x, layout, norms, cos, sin, p, rows))(projected, pages)
+    assert_twice(got[0], reference[0], want[0])
+    if sparse:
+        assert_twice(got[1], reference[1], want[3])
+    names = ["k", "v", "index_k"] if sparse else ["k", "v"]
+    for name, kind in zip(names, (1, 2, 4), strict=False):
+        expected = f64(getattr(pages, name))
+        for row in (0, 2):
+            page, offset = table[row, positions[row] // block_size], positions[row] % block_size
+            if name == "index_k":
+                expected[page, offset] = want[kind][row, 0, 0]
+            else:
+                expected[page, :, offset] = want[kind][row, 0]
+        assert_twice(getattr(got[2], name), getattr(reference[2], name), expected)
