@@ -241,8 +241,8 @@ def load(
     """Load a checkpoint for `batch` sequences of up to `max_length` tokens, prompt and answer together.
 
     dtype: "bfloat16" or "float32", of weights and activations; kernels: "auto", "reference", "pallas" or
-    "interpret"; attention: "sparse", or "dense" to turn block selection off; layers: only the first so many; recipe:
-    "int4_g64" or another of `mmx_jax.recipes`, or a .json file, to round the weights while they are loaded.
+    "interpret"; attention: "sparse", or "dense" to turn block selection off; layers: only the first so many;
+    recipe: "int4_g64" or another of `mmx_jax.recipes`, or a .json file: rounds the weights while they load.
     A process that shares its GPU memory fraction with no one should set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
     before JAX is imported: the default of 0.75 wastes a quarter of the device.
 

@@ -31,7 +31,7 @@ class Recipe:
 
 
 def load(name: str) -> Recipe:
-    """A recipe of the project by its name, or one from a JSON file; ConfigError says what is wrong with it."""
+    """A recipe of the project by its name, or one from a JSON file; ConfigError says what is wrong."""
     path = bundled(f"recipes/{name}.json") if name in RECIPES else Path(name)
     if name not in RECIPES and path.suffix != ".json":
         raise ConfigError(f"recipe {name!r}: expected {', '.join(RECIPES)} or a .json file")

@@ -89,7 +89,10 @@ class TileFormat:
     group: int | None = None  # values of k that share a scale
     scale_bits: int = 32
     scale: Callable[..., Float[Array, "*S"]] = lambda bits: _top_float(bits)  # bits -> float32
-    unit: float = 1  # what the kernel's codes times scales are multiplied by, if not interpreted
+    column_scale: Callable[[Array, bool], Array] | None = None  # of a mixed format, in a kernel -> bfloat16
+    unit: float = 1  # what the products of a mixed format's codes and scales lack, if not interpreted
+    shuffle: Callable[[Array], Array] = lambda words: words  # the bits of a word, for a quick unpack
+    unshuffle: Callable[[Array], Array] = lambda words: words
 
     @property
     def planes(self) -> int:
@@ -108,7 +111,7 @@ class TileFormat:
     @property
     def mixed(self) -> bool:
         """Whether the order of k is changed, because groups are smaller than a plane."""
-        return self.group is not None and self.group < WORDS
+        return self.column_scale is not None
 
     @property
     def padding(self) -> int:
@@ -143,7 +146,8 @@ def tile(weight_format: str, shape: tuple[int, ...], rows: Rows) -> TiledTensor:
     data = (mix(codes) if form.mixed else codes).reshape(*codes.shape[:-1], -1, form.planes, form.width)
     if form.fields:
         data = data.astype(jnp.uint32) << jnp.array(form.fields, jnp.uint32)[:, None]
-        data = lax.bitcast_convert_type(jnp.sum(data, axis=-2, dtype=jnp.uint32), jnp.int32)
+        words = form.shuffle(jnp.sum(data, axis=-2, dtype=jnp.uint32))
+        data = lax.bitcast_convert_type(words, jnp.int32)
     data = data.reshape(*lead, -1, ROWS, codes.shape[-1] // form.step, data.shape[-1]).swapaxes(-3, -2)
     scale, row_scale = rows.scale, rows.row_scale
     if scale is not None and form.group is not None:
@@ -165,7 +169,7 @@ def untile(weight: TiledTensor) -> Rows:
     form, (*lead, f, d) = TILE_FORMATS[weight.format], weight.shape
     data = weight.data.swapaxes(-3, -2)  # [..., F / 64, 64, steps, words]
     if form.fields:
-        data = lax.bitcast_convert_type(data, jnp.uint32)[..., None, :]
+        data = form.unshuffle(lax.bitcast_convert_type(data, jnp.uint32))[..., None, :]
         data = (data >> jnp.array(form.fields, jnp.uint32)[:, None]) & jnp.uint32((1 << form.bits) - 1)
     codes = data.reshape(*lead, data.shape[len(lead)] * ROWS, -1)[..., :f, :]
     codes = (unmix(codes) if form.mixed else codes)[..., :d]
@@ -281,30 +285,67 @@ def _int3(words: Array, j: int, interpret: bool) -> Array:
 
 
 def _e4m3(words: Array, j: int, interpret: bool) -> Array:
-    """Sign, exponent and mantissa put where bfloat16 has them make 2^-120 of the value; exact.
-
-    The codes of NaN become 480: they are refused where weights come in.
-    """
+    """`_small_e4m3` times 2^120; exact. The codes of NaN become 480: they are refused on the way in."""
     if interpret:
         return E4M3.decode(_field(words, 8 * j, 8)).astype(jnp.bfloat16)
-    return _asm(
-        f"prmt.b32 t, $1, $2, 0x{j + 4}{j + 4}{j}{j}; shr.b32 a, t, 4; and.b32 a, a, 0x07F007F0;"
-        " lop3.b32 a, t, 0x80008000, a, 0xEA; mov.b32 b, 0x7B807B80; mul.rn.bf16x2 $0, a, b;",
-        words,
-    )
+    return _asm(_E4M3.format(j, j + 4, "a") + " mov.b32 b, 0x7B807B80; mul.rn.bf16x2 $0, a, b;", words)
 
 
-def _e2m1(words: Array, j: int, interpret: bool) -> Array:
-    """Sign, exponent and mantissa put where bfloat16 has them: 2^-126 of the value, if not interpreted."""
+def _small_e4m3(words: Array, j: int, interpret: bool) -> Array:
+    """Sign, exponent and mantissa put where bfloat16 has them: 2^-120 of the value, if not interpreted."""
     if interpret:
+        return _e4m3(words, j, interpret)
+    return _asm(_E4M3.format(j, j + 4, "$0"), words)
+
+
+_E4M3 = (
+    "prmt.b32 t, $1, $2, 0x{1}{1}{0}{0}; shr.b32 a, t, 4; and.b32 a, a, 0x07F007F0;"
+    " lop3.b32 {2}, t, 0x80008000, a, 0xEA;"
+)
+
+
+def _small_e2m1(words: Array, j: int, interpret: bool) -> Array:
+    """Likewise; 2^-126 of the value, if not interpreted. The words are shuffled."""
+    if interpret:
+        words = lax.bitcast_convert_type(
+            _unshuffle_e2m1(lax.bitcast_convert_type(words, jnp.uint32)), jnp.int32
+        )
         return E2M1.decode(_field(words, 4 * j, 4)).astype(jnp.bfloat16)
-    low = 4 * j % 16
-    places = f"shl.b32 a, t, {6 - low};" if low < 6 else f"shr.b32 a, t, {low - 6};"
+    half = _half(16 * (j // 4))
+    if j % 4 < 3:
+        return _asm(f"{half} shl.b32 a, t, {3 * (j % 4)}; and.b32 $0, a, 0x81C081C0;", words)
     return _asm(
-        f"{_half(16 * (j // 4))} {places} and.b32 a, a, 0x01C001C0; shl.b32 b, t, {12 - low};"
-        " lop3.b32 $0, b, 0x80008000, a, 0xEA;",
+        f"{half} shl.b32 a, t, 1; and.b32 a, a, 0x80008000; shr.b32 b, t, 5;"
+        " lop3.b32 a, b, 0x01000100, a, 0xEA; shr.b32 b, t, 4; lop3.b32 $0, b, 0x00C000C0, a, 0xEA;",
         words,
     )
+
+
+def _shuffle_e2m1(words: UInt[Array, "*S"]) -> UInt[Array, "*S"]:
+    """The four codes of a half so that a shift by 0, 3 or 6 puts one where bfloat16 has sign and exponent.
+
+    Sign and the rest of codes 0 to 2 are at 15 and 6-8, 12 and 3-5, 9 and 0-2; code 3 takes what is left.
+    """
+    out = jnp.zeros_like(words)
+    for m in range(4):
+        code = words >> (4 * m)
+        if m < 3:
+            out |= ((code & 0x00080008) << 12 | (code & 0x00070007) << 6) >> (3 * m)
+        else:
+            out |= (code & 0x000C000C) << 11 | (code & 0x00030003) << 10
+    return out
+
+
+def _unshuffle_e2m1(words: UInt[Array, "*S"]) -> UInt[Array, "*S"]:
+    out = jnp.zeros_like(words)
+    for m in range(4):
+        moved = words << (3 * m)
+        if m < 3:
+            code = (moved >> 12 & 0x00080008) | (moved >> 6 & 0x00070007)
+        else:
+            code = (words >> 11 & 0x000C000C) | (words >> 10 & 0x00030003)
+        out |= code << (4 * m)
+    return out
 
 
 # --- scales ---
@@ -320,20 +361,30 @@ def _top_float(scale: UInt[Array, "*S"]) -> Float[Array, "*S"]:
     return _float(lax.bitcast_convert_type(bits, jnp.int32))
 
 
-def _e8m0(scale: UInt[Array, "*S"], _: bool = True) -> Float[Array, "*S"]:
+def _e8m0(scale: UInt[Array, "*S"]) -> Float[Array, "*S"]:
     """2^(byte - 127), but 0 and infinity for bytes 0 and 255, which no weight that comes in has."""
     return _float(scale.astype(jnp.int32) << 23)
 
 
-def _e4m3_scale(scale: UInt[Array, "*S"], interpret: bool = True) -> Float[Array, "*S"]:
-    """The value, or 2^118 of it if not interpreted: its product with 2^-126 of a code is then 2^-8 of theirs.
-
-    A CPU would take 2^-126 of a code for zero. Scales have no sign.
-    """
+def _e8m0_columns(scale: UInt[Array, "*S"], interpret: bool) -> Array:
+    """2^(byte - 127), or 2^60 of it if not interpreted (bytes up to 194): with codes, 2^-60 of a value."""
     if interpret:
-        return E4M3.decode(scale)
-    # The bits make 2^-120 of it, and no float32 is 2^238.
-    return _float(scale.astype(jnp.int32) << 20) * 2.0**120 * 2.0**118
+        return _e8m0(scale).astype(jnp.bfloat16)
+    return _asm(
+        "mad.lo.u32 t, $2, 0x10000, $1; add.u32 t, t, 0x003C003C; shl.b32 $0, t, 7;", scale.astype(jnp.int32)
+    )
+
+
+def _e4m3_columns(scale: UInt[Array, "*S"], interpret: bool) -> Array:
+    """The value, or 2^118 of it if not interpreted: with codes, 2^-8 of the value. Scales have no sign."""
+    if interpret:
+        return E4M3.decode(scale).astype(jnp.bfloat16)
+    # The bits make 2^-120 of it, and no bfloat16 is 2^238.
+    return _asm(
+        "mad.lo.u32 t, $2, 0x10000, $1; shl.b32 t, t, 4; mov.b32 a, 0x7B807B80; mul.rn.bf16x2 t, t, a;"
+        " mov.b32 a, 0x7A807A80; mul.rn.bf16x2 $0, t, a;",
+        scale.astype(jnp.int32),
+    )
 
 
 # --- canonical buffers to rows ---
@@ -395,8 +446,32 @@ TILE_FORMATS: dict[str, TileFormat] = {
         _int3_g64_rows, lambda u: u.astype(jnp.float32) - 4, _int3, _INT3_FIELDS, 3, 4, 64, 16
     ),
     "fp8": TileFormat(_fp8_rows, E4M3.decode, _e4m3, _BYTES, 8, 0, 128, 32),
-    "mxfp8": TileFormat(_mxfp8_rows, E4M3.decode, _e4m3, _BYTES, 8, 0, 32, 8, _e8m0),
-    "nvfp4": TileFormat(_nvfp4_rows, E2M1.decode, _e2m1, _NIBBLES, 4, 0, 16, 8, _e4m3_scale, 2.0**8),
+    "mxfp8": TileFormat(
+        _mxfp8_rows,
+        E4M3.decode,
+        _small_e4m3,
+        _BYTES,
+        8,
+        group=32,
+        scale_bits=8,
+        scale=_e8m0,
+        column_scale=_e8m0_columns,
+        unit=2.0**60,
+    ),
+    "nvfp4": TileFormat(
+        _nvfp4_rows,
+        E2M1.decode,
+        _small_e2m1,
+        _NIBBLES,
+        4,
+        group=16,
+        scale_bits=8,
+        scale=E4M3.decode,
+        column_scale=_e4m3_columns,
+        unit=2.0**8,
+        shuffle=_shuffle_e2m1,
+        unshuffle=_unshuffle_e2m1,
+    ),
 }
 
 
@@ -424,15 +499,15 @@ def tile_dot(
     def step(i: Array, total: Array) -> Array:
         words = weight.data[*tile, i]
         scales = {}
-        if form.mixed:
+        if form.column_scale is not None:
             block = lax.div(i * form.step, BLOCK)
-            scale = form.scale(scale_ref[*tile, block], interpret).astype(jnp.bfloat16)
+            scale = form.column_scale(scale_ref[*tile, block], interpret)
         # One plane after the other: all of them at once would not fit into the registers.
         for j in range(form.planes):
             plane = form.unpack(words, j, interpret)
             k = i * form.step + j * form.width + column
             x = plt.load(x_ref.at[token[:, None], k], mask=live[:, None], other=0)
-            if form.mixed:
+            if form.column_scale is not None:
                 total += plt.dot(plane * scale, x, trans_b=True)
             elif form.group is None:
                 total += plt.dot(plane, x, trans_b=True)
