@@ -203,10 +203,10 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
     if not prompts:
         raise InputError("no prompt: give --prompt, --prompt-file, --prompt-ids or --messages")
 
-    _print_refused(source.ops(batch, 1))
     start = time.perf_counter()
     model = source.load(batch, max_length, bars)
     ready = time.perf_counter()
+    _print_refused(source.ops(batch, 1))
     done: dict[int, Completion] = {}
     printed = 0
     for event in model.events([p.ids for p in prompts], sampling, bars):

@@ -5,11 +5,8 @@ words; field j of word c holds k = step * i + 64 * j + c, so that one field of a
 neighbours along k: one dot. 32-bit words keep offsets of M3's expert weights, beyond 2^31 elements, within
 Triton's signed 32 bits.
 
-Scales of groups of 64 and more are packed too, several of one row to a word, because a kernel's time depends
-on how many loads of scales it issues, not on their bytes. Groups smaller than a plane would need several
-scales in one dot; in such formats the order of k changes within blocks of 1024, column c of plane j holding
-k = 1024 * b + 16 * c + j, so that a column stays within one group and a tile of scales, one for each row and
-column, multiplies every plane of a block. x is put into the same order.
+Scales of groups along k are packed too, several of one row to a word, because a kernel's time depends on how
+many loads of scales it issues, not on their bytes.
 """
 
 from collections.abc import Callable
@@ -27,7 +24,6 @@ from pallas_kernels.qtensor import QTensor
 
 ROWS = 64
 WORDS = 64
-BLOCK = 1024  # values of k within which the order may change
 
 # Where the codes of a word begin.
 _BYTES = (0, 8, 16, 24)
@@ -40,9 +36,8 @@ _INT3_FIELDS = (0, 3, 6, 9, 12, 16, 19, 22, 25, 28)  # five in each half, which 
 class TiledTensor:
     """A weight `[..., F, D]` as tiles `[..., F / 64, steps, 64, words]`, padded with zeros.
 
-    `scale` holds the scales of groups in words `[..., F / 64, steps * words of a step, 64]`, or for groups
-    smaller than a plane as bytes `[..., F / 64, blocks, 64, 64]`; `row_scale` is float32 `[..., F / 64, 64]`.
-    Each is None for formats without.
+    `scale` holds the scales of groups in words `[..., F / 64, steps * words of a step, 64]`, and `row_scale`
+    is float32 `[..., F / 64, 64]`. Each is None for formats without.
     """
 
     format: str = field(metadata={"static": True})
@@ -63,7 +58,7 @@ class TiledTensor:
         rows, form = untile(self), TILE_FORMATS[self.format]
         values = form.decode(rows.codes)
         if rows.scale is not None and form.group is not None:
-            scale = form.scale(rows.scale)
+            scale = form.scale(rows.scale.astype(jnp.int32), True)
             values *= jnp.repeat(scale, form.group, axis=-1)[..., : values.shape[-1]]
         return values if rows.row_scale is None else values * rows.row_scale[..., None]
 
@@ -84,13 +79,14 @@ class TileFormat:
     decode: Callable[[Array], Array]  # codes -> the numbers that scales multiply
     unpack: Callable[[Array, int, bool], Array]  # words and plane, interpret -> bfloat16 [64, width]
     fields: tuple[int, ...] = ()  # the lowest bit of each plane's code in a word; none: bfloat16 itself
+    width: int = 64  # values of k per plane
     bits: int = 0  # of a code in a word
     zero: int = 0  # the code of the value 0
     group: int | None = None  # values of k that share a scale
     scale_bits: int = 32
-    scale: Callable[..., Float[Array, "*S"]] = lambda bits: _top_float(bits)  # bits -> float32
-    column_scale: Callable[[Array, bool], Array] | None = None  # of a mixed format, in a kernel -> bfloat16
-    unit: float = 1  # what the products of a mixed format's codes and scales lack, if not interpreted
+    # A scale's bits at the bottom of an int32, anything above them; interpret -> float32.
+    scale: Callable[[Int32[Array, "*S"], bool], Float[Array, "*S"]] = lambda bits, _: _float(bits)
+    unit: float = 1  # what scales in a compiled kernel lack
     shuffle: Callable[[Array], Array] = lambda words: words  # the bits of a word, for a quick unpack
     unshuffle: Callable[[Array], Array] = lambda words: words
 
@@ -99,24 +95,14 @@ class TileFormat:
         return len(self.fields) or 1
 
     @property
-    def width(self) -> int:
-        """Values of k per plane."""
-        return WORDS if self.fields else 2 * WORDS
-
-    @property
     def step(self) -> int:
         """Values of k per tile."""
         return self.planes * self.width
 
     @property
-    def mixed(self) -> bool:
-        """Whether the order of k is changed, because groups are smaller than a plane."""
-        return self.column_scale is not None
-
-    @property
-    def padding(self) -> int:
-        """D is padded to a multiple of this."""
-        return BLOCK if self.mixed else self.step
+    def groups(self) -> int:
+        """Groups per plane, at least 1."""
+        return max(1, self.width // self.group) if self.group else 1
 
     @property
     def scale_words(self) -> int:
@@ -142,8 +128,8 @@ def tile(weight_format: str, shape: tuple[int, ...], rows: Rows) -> TiledTensor:
         """[..., F, n] -> [..., F / 64, n, 64]"""
         return a.reshape(*lead, -1, ROWS, a.shape[-1]).swapaxes(-1, -2)
 
-    codes = _pad(rows.codes, {-1: form.padding}, form.zero)
-    data = (mix(codes) if form.mixed else codes).reshape(*codes.shape[:-1], -1, form.planes, form.width)
+    codes = _pad(rows.codes, {-1: form.step}, form.zero)
+    data = codes.reshape(*codes.shape[:-1], -1, form.planes, form.width)
     if form.fields:
         data = data.astype(jnp.uint32) << jnp.array(form.fields, jnp.uint32)[:, None]
         words = form.shuffle(jnp.sum(data, axis=-2, dtype=jnp.uint32))
@@ -153,12 +139,8 @@ def tile(weight_format: str, shape: tuple[int, ...], rows: Rows) -> TiledTensor:
     if scale is not None and form.group is not None:
         groups = codes.shape[-1] // form.group
         scale = jnp.pad(scale, [(0, 0)] * (scale.ndim - 1) + [(0, groups - scale.shape[-1])])
-        if form.mixed:  # a scale for every column
-            scale = jnp.repeat(scale, form.group * WORDS // BLOCK, axis=-1)
-            scale = scale.reshape(*lead, -1, ROWS, groups * form.group // BLOCK, WORDS).swapaxes(-3, -2)
-        else:
-            words = pack_bits(scale, form.scale_bits, jnp.uint32)
-            scale = by_tile(lax.bitcast_convert_type(words, jnp.int32))
+        words = pack_bits(scale, form.scale_bits, jnp.uint32)
+        scale = by_tile(lax.bitcast_convert_type(words, jnp.int32))
     if row_scale is not None:
         row_scale = row_scale.reshape(*lead, -1, ROWS)
     return TiledTensor(weight_format, shape, data, scale, row_scale)
@@ -172,28 +154,14 @@ def untile(weight: TiledTensor) -> Rows:
         data = form.unshuffle(lax.bitcast_convert_type(data, jnp.uint32))[..., None, :]
         data = (data >> jnp.array(form.fields, jnp.uint32)[:, None]) & jnp.uint32((1 << form.bits) - 1)
     codes = data.reshape(*lead, data.shape[len(lead)] * ROWS, -1)[..., :f, :]
-    codes = (unmix(codes) if form.mixed else codes)[..., :d]
+    codes = codes[..., :d]
     scale, row_scale = weight.scale, weight.row_scale
-    if scale is not None and form.group is not None and form.mixed:
-        scale = scale.swapaxes(-3, -2).reshape(*codes.shape[:-2], -1, scale.shape[-3] * WORDS)
-        scale = scale[..., :f, :: form.group * WORDS // BLOCK]
-    elif scale is not None:
+    if scale is not None:
         words = scale.swapaxes(-1, -2).reshape(*lead, -1, scale.shape[-2])[..., :f, :]
         scale = unpack_bits(lax.bitcast_convert_type(words, jnp.uint32), form.scale_bits)
-        scale = scale.astype(f"uint{form.scale_bits}")
     if row_scale is not None:
         row_scale = row_scale.reshape(*lead, -1)[..., :f]
     return Rows(codes, scale, row_scale)
-
-
-def mix(a: Array) -> Array:
-    """The order of k that formats with small groups use."""
-    return a.reshape(*a.shape[:-1], -1, WORDS, BLOCK // WORDS).swapaxes(-1, -2).reshape(a.shape)
-
-
-def unmix(a: Array) -> Array:
-    """Undo `mix`."""
-    return a.reshape(*a.shape[:-1], -1, BLOCK // WORDS, WORDS).swapaxes(-1, -2).reshape(a.shape)
 
 
 def pad_rows(weight_format: str, rows: Rows, multiple: int) -> Rows:
@@ -285,27 +253,21 @@ def _int3(words: Array, j: int, interpret: bool) -> Array:
 
 
 def _e4m3(words: Array, j: int, interpret: bool) -> Array:
-    """`_small_e4m3` times 2^120; exact. The codes of NaN become 480: they are refused on the way in."""
+    """Sign, exponent and mantissa put where bfloat16 has them make 2^-120 of the value; exact.
+
+    The codes of NaN become 480: they are refused on the way in.
+    """
     if interpret:
         return E4M3.decode(_field(words, 8 * j, 8)).astype(jnp.bfloat16)
-    return _asm(_E4M3.format(j, j + 4, "a") + " mov.b32 b, 0x7B807B80; mul.rn.bf16x2 $0, a, b;", words)
+    return _asm(
+        f"prmt.b32 t, $1, $2, 0x{j + 4}{j + 4}{j}{j}; shr.b32 a, t, 4; and.b32 a, a, 0x07F007F0;"
+        " lop3.b32 a, t, 0x80008000, a, 0xEA; mov.b32 b, 0x7B807B80; mul.rn.bf16x2 $0, a, b;",
+        words,
+    )
 
 
-def _small_e4m3(words: Array, j: int, interpret: bool) -> Array:
-    """Sign, exponent and mantissa put where bfloat16 has them: 2^-120 of the value, if not interpreted."""
-    if interpret:
-        return _e4m3(words, j, interpret)
-    return _asm(_E4M3.format(j, j + 4, "$0"), words)
-
-
-_E4M3 = (
-    "prmt.b32 t, $1, $2, 0x{1}{1}{0}{0}; shr.b32 a, t, 4; and.b32 a, a, 0x07F007F0;"
-    " lop3.b32 {2}, t, 0x80008000, a, 0xEA;"
-)
-
-
-def _small_e2m1(words: Array, j: int, interpret: bool) -> Array:
-    """Likewise; 2^-126 of the value, if not interpreted. The words are shuffled."""
+def _e2m1(words: Array, j: int, interpret: bool) -> Array:
+    """As _e4m3, where the factor is 2^-126. The words are shuffled."""
     if interpret:
         words = lax.bitcast_convert_type(
             _unshuffle_e2m1(lax.bitcast_convert_type(words, jnp.uint32)), jnp.int32
@@ -313,12 +275,16 @@ def _small_e2m1(words: Array, j: int, interpret: bool) -> Array:
         return E2M1.decode(_field(words, 4 * j, 4)).astype(jnp.bfloat16)
     half = _half(16 * (j // 4))
     if j % 4 < 3:
-        return _asm(f"{half} shl.b32 a, t, {3 * (j % 4)}; and.b32 $0, a, 0x81C081C0;", words)
+        return _asm(f"{half} shl.b32 a, t, {3 * (j % 4)}; and.b32 a, a, 0x81C081C0;{_E2M1_UNIT}", words)
     return _asm(
         f"{half} shl.b32 a, t, 1; and.b32 a, a, 0x80008000; shr.b32 b, t, 5;"
-        " lop3.b32 a, b, 0x01000100, a, 0xEA; shr.b32 b, t, 4; lop3.b32 $0, b, 0x00C000C0, a, 0xEA;",
+        " lop3.b32 a, b, 0x01000100, a, 0xEA; shr.b32 b, t, 4; lop3.b32 a, b, 0x00C000C0, a, 0xEA;"
+        + _E2M1_UNIT,
         words,
     )
+
+
+_E2M1_UNIT = " mov.b32 b, 0x7E807E80; mul.rn.bf16x2 $0, a, b;"
 
 
 def _shuffle_e2m1(words: UInt[Array, "*S"]) -> UInt[Array, "*S"]:
@@ -355,36 +321,20 @@ def _float(bits: Int32[Array, "*S"]) -> Float[Array, "*S"]:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _top_float(scale: UInt[Array, "*S"]) -> Float[Array, "*S"]:
-    """A bfloat16 or float32 from its bits."""
-    bits = scale.astype(jnp.uint32) << (32 - 8 * scale.dtype.itemsize)
-    return _float(lax.bitcast_convert_type(bits, jnp.int32))
+def _bfloat16_scale(bits: Int32[Array, "*S"], _: bool) -> Float[Array, "*S"]:
+    return _float(bits << 16)
 
 
-def _e8m0(scale: UInt[Array, "*S"]) -> Float[Array, "*S"]:
+def _e8m0_scale(bits: Int32[Array, "*S"], _: bool) -> Float[Array, "*S"]:
     """2^(byte - 127), but 0 and infinity for bytes 0 and 255, which no weight that comes in has."""
-    return _float(scale.astype(jnp.int32) << 23)
+    return _float((bits & 0xFF) << 23)
 
 
-def _e8m0_columns(scale: UInt[Array, "*S"], interpret: bool) -> Array:
-    """2^(byte - 127), or 2^60 of it if not interpreted (bytes up to 194): with codes, 2^-60 of a value."""
-    if interpret:
-        return _e8m0(scale).astype(jnp.bfloat16)
-    return _asm(
-        "mad.lo.u32 t, $2, 0x10000, $1; add.u32 t, t, 0x003C003C; shl.b32 $0, t, 7;", scale.astype(jnp.int32)
-    )
-
-
-def _e4m3_columns(scale: UInt[Array, "*S"], interpret: bool) -> Array:
-    """The value, or 2^118 of it if not interpreted: with codes, 2^-8 of the value. Scales have no sign."""
-    if interpret:
-        return E4M3.decode(scale).astype(jnp.bfloat16)
-    # The bits make 2^-120 of it, and no bfloat16 is 2^238.
-    return _asm(
-        "mad.lo.u32 t, $2, 0x10000, $1; shl.b32 t, t, 4; mov.b32 a, 0x7B807B80; mul.rn.bf16x2 t, t, a;"
-        " mov.b32 a, 0x7A807A80; mul.rn.bf16x2 $0, t, a;",
-        scale.astype(jnp.int32),
-    )
+def _e4m3_scale(bits: Int32[Array, "*S"], interpret: bool) -> Float[Array, "*S"]:
+    """The value, or 2^-120 of it where compiled. Scales have no sign."""
+    if interpret:  # a CPU takes subnormal numbers for zero
+        return E4M3.decode(bits & 0xFF)
+    return _float((bits & 0x7F) << 20)
 
 
 # --- canonical buffers to rows ---
@@ -436,39 +386,48 @@ def _nvfp4_rows(weight: QTensor) -> Rows:
 
 
 TILE_FORMATS: dict[str, TileFormat] = {
-    "bfloat16": TileFormat(_bfloat16_rows, lambda codes: codes, lambda words, *_: words),
-    "int8": TileFormat(_int8_rows, _signed_byte, _int8, _BYTES, 8),
-    "int8_g64": TileFormat(_int8_g64_rows, _signed_byte, _int8, _BYTES, 8, 0, 64, 16),
+    "bfloat16": TileFormat(_bfloat16_rows, lambda codes: codes, lambda words, *_: words, width=128),
+    "int8": TileFormat(_int8_rows, _signed_byte, _int8, _BYTES, bits=8),
+    "int8_g64": TileFormat(
+        _int8_g64_rows, _signed_byte, _int8, _BYTES, bits=8, group=64, scale_bits=16, scale=_bfloat16_scale
+    ),
     "int4_g64": TileFormat(
-        _int4_g64_rows, lambda u: u.astype(jnp.float32) - 8, _int4, _NIBBLES, 4, 8, 64, 16
+        _int4_g64_rows,
+        lambda u: u.astype(jnp.float32) - 8,
+        _int4,
+        _NIBBLES,
+        bits=4,
+        zero=8,
+        group=64,
+        scale_bits=16,
+        scale=_bfloat16_scale,
     ),
     "int3_g64": TileFormat(
-        _int3_g64_rows, lambda u: u.astype(jnp.float32) - 4, _int3, _INT3_FIELDS, 3, 4, 64, 16
+        _int3_g64_rows,
+        lambda u: u.astype(jnp.float32) - 4,
+        _int3,
+        _INT3_FIELDS,
+        bits=3,
+        zero=4,
+        group=64,
+        scale_bits=16,
+        scale=_bfloat16_scale,
     ),
-    "fp8": TileFormat(_fp8_rows, E4M3.decode, _e4m3, _BYTES, 8, 0, 128, 32),
+    "fp8": TileFormat(_fp8_rows, E4M3.decode, _e4m3, _BYTES, bits=8, group=128),
     "mxfp8": TileFormat(
-        _mxfp8_rows,
-        E4M3.decode,
-        _small_e4m3,
-        _BYTES,
-        8,
-        group=32,
-        scale_bits=8,
-        scale=_e8m0,
-        column_scale=_e8m0_columns,
-        unit=2.0**60,
+        _mxfp8_rows, E4M3.decode, _e4m3, _BYTES, bits=8, group=32, scale_bits=8, scale=_e8m0_scale
     ),
     "nvfp4": TileFormat(
         _nvfp4_rows,
         E2M1.decode,
-        _small_e2m1,
+        _e2m1,
         _NIBBLES,
-        4,
+        width=32,
+        bits=4,
         group=16,
         scale_bits=8,
-        scale=E4M3.decode,
-        column_scale=_e4m3_columns,
-        unit=2.0**8,
+        scale=_e4m3_scale,
+        unit=2.0**120,
         shuffle=_shuffle_e2m1,
         unshuffle=_unshuffle_e2m1,
     ),
@@ -491,36 +450,42 @@ def tile_dot(
 
     `tile` leads to the row tile, (expert, n) or (n,). Row t of x is `x_ref[token[t]]`, or zeros where not
     live. The weight is the first operand, so that few rows of x fill the narrow side of the matrix unit.
+
+    Where a plane has several groups, x becomes block-diagonal: row (g, t) holds x[t] in the columns of group
+    g alone, so that one dot gives the sums of all groups apart.
     """
     form = TILE_FORMATS[weight.format]
+    groups, n_rows = form.groups, token.shape[0]
     scale_ref: Any = weight.scale
     column = jnp.arange(form.width)[None, :]
+    mask = jnp.broadcast_to(live, (groups, n_rows)).reshape(-1, 1)
+    token = jnp.broadcast_to(token, (groups, n_rows)).reshape(-1, 1)
+    if groups > 1:
+        # `lax.div`, from which Triton sees that neighbours are masked alike and may be copied together.
+        of_row = lax.div(jnp.arange(groups * n_rows)[:, None], n_rows)
+        mask &= of_row == lax.div(column, form.width // groups)
 
     def step(i: Array, total: Array) -> Array:
         words = weight.data[*tile, i]
         scales = {}
-        if form.column_scale is not None:
-            block = lax.div(i * form.step, BLOCK)
-            scale = form.column_scale(scale_ref[*tile, block], interpret)
         # One plane after the other: all of them at once would not fit into the registers.
         for j in range(form.planes):
             plane = form.unpack(words, j, interpret)
-            k = i * form.step + j * form.width + column
-            x = plt.load(x_ref.at[token[:, None], k], mask=live[:, None], other=0)
-            if form.column_scale is not None:
-                total += plt.dot(plane * scale, x, trans_b=True)
-            elif form.group is None:
+            x = plt.load(x_ref.at[token, i * form.step + j * form.width + column], mask=mask, other=0)
+            if form.group is None:
                 total += plt.dot(plane, x, trans_b=True)
-            else:
-                # Loaded ahead of the dot, behind which its latency would show.
-                word, first = divmod(j * form.width // form.group * form.scale_bits, 32)
-                if word not in scales:
-                    scales[word] = scale_ref[*tile, i * form.scale_words + word]
-                top = (scales[word] << (32 - form.scale_bits - first)) & (-1 << (32 - form.scale_bits))
-                total += plt.dot(plane, x, trans_b=True) * _float(top)[:, None]
+                continue
+            # Loaded ahead of the dot, behind which its latency would show.
+            word, first = divmod(j * form.width // form.group * form.scale_bits, 32)
+            if word not in scales:
+                scales[word] = scale_ref[*tile, i * form.scale_words + word]
+            shift = first + form.scale_bits * jnp.arange(groups)
+            bits = lax.shift_right_logical(*jnp.broadcast_arrays(scales[word][:, None], shift))
+            sums = plt.dot(plane, x, trans_b=True).reshape(ROWS, groups, n_rows)
+            total += jnp.sum(sums * form.scale(bits, interpret)[:, :, None], axis=1)
         return total
 
-    total = lax.fori_loop(*steps, step, jnp.zeros((ROWS, token.shape[0]), jnp.float32))
+    total = lax.fori_loop(*steps, step, jnp.zeros((ROWS, n_rows), jnp.float32))
     total *= 1 if interpret else form.unit
     return total if weight.row_scale is None else total * weight.row_scale[*tile][:, None]
 
@@ -531,7 +496,5 @@ def n_steps(weight: TiledTensor) -> int:
 
 
 def pad_columns(x: Float[Array, "T D"], weight: TiledTensor) -> Float[Array, "T steps"]:
-    """`x` with zeros up to the whole steps of `weight`, and in its order of k."""
-    form = TILE_FORMATS[weight.format]
-    x = jnp.pad(x, [(0, 0), (0, n_steps(weight) * form.step - x.shape[1])])
-    return mix(x) if form.mixed else x
+    """`x` with zeros up to the whole steps of `weight`."""
+    return jnp.pad(x, [(0, 0), (0, n_steps(weight) * TILE_FORMATS[weight.format].step - x.shape[1])])

@@ -232,7 +232,10 @@ def broken(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "attention 'full': expected",
         ),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--kernels", "cuda"], "kernels 'cuda': expected"),
-        (["--checkpoint", "{checkpoint}", "--prompt", "a", "--kernels", "pallas"], "no Pallas kernel for"),
+        (
+            ["--checkpoint", "{checkpoint}", "--prompt", "a", "--kernels", "pallas"],
+            "the device is cpu, the kernels need an NVIDIA GPU",
+        ),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--logprobs", "1"], "--logprobs needs --json"),
         (["--checkpoint", "{checkpoint}", "--prompt", "a", "--thinking-mode", "enabled"], "needs --messages"),
         (["--checkpoint", "{checkpoint}", "--messages", "{broken}/bad.json"], "bad.json: not JSON"),

@@ -13,22 +13,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels.call import Call
-from pallas_kernels.tiles import ROWS, TiledTensor, n_steps, pad_columns, tile_dot
+from pallas_kernels.call import DECODE_TOKENS, Call
+from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, pad_columns, tile_dot
 
 # Programs that keep the 132 multiprocessors of an H200 busy: about three on each.
 PROGRAMS = 400
 
 
 def _kernel(
-    x_ref: Any, weight: TiledTensor, out_ref: Any, *, n_rows: int, steps: int, interpret: bool
+    x_ref: Any, weight: TiledTensor, out_ref: Any, *, n_tokens: int, n_rows: int, steps: int, interpret: bool
 ) -> None:
-    n, part = pl.program_id(0), pl.program_id(1)
-    token = jnp.arange(n_rows)
+    block, n, part = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    token = block * n_rows + jnp.arange(n_rows)
     # The last part may be shorter.
     first = part * steps
     last = jnp.minimum(first + steps, n_steps(weight))
-    y = tile_dot(weight, (n,), x_ref, token, token < x_ref.shape[0], (first, last), interpret)
+    y = tile_dot(weight, (n,), x_ref, token, token < n_tokens, (first, last), interpret)
     column = n * ROWS + jnp.arange(ROWS)
     plt.store(out_ref.at[part, token[None, :], column[:, None]], y)
 
@@ -46,15 +46,18 @@ def qmatmul(x: Float[Array, "*T D"], weight: TiledTensor, *, interpret: bool = F
     parts = max(1, min(all_steps, PROGRAMS // n_tiles))
     steps = -(-all_steps // parts)
     parts = -(-all_steps // steps)
-    n_rows = max(8, pl.next_power_of_2(n_tokens))
+    # The sums of all groups of a plane, and x for each, must fit into a multiprocessor.
+    groups = TILE_FORMATS[weight.format].groups
+    n_rows = max(8, min(pl.next_power_of_2(n_tokens), DECODE_TOKENS // groups))
+    blocks = -(-n_tokens // n_rows)
     operands = (pad_columns(x, weight), weight)
     out = pl.pallas_call(
-        partial(_kernel, n_rows=n_rows, steps=steps, interpret=interpret),
-        out_shape=jax.ShapeDtypeStruct((parts, n_rows, n_tiles * ROWS), jnp.float32),
-        grid=(n_tiles, parts),
+        partial(_kernel, n_tokens=n_tokens, n_rows=n_rows, steps=steps, interpret=interpret),
+        out_shape=jax.ShapeDtypeStruct((parts, blocks * n_rows, n_tiles * ROWS), jnp.float32),
+        grid=(blocks, n_tiles, parts),
         in_specs=jax.tree.map(lambda _: pl.no_block_spec, operands),
         out_specs=pl.no_block_spec,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if n_rows <= 32 else 2),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if groups * n_rows <= 32 else 2),
         interpret=interpret,
         name="qmatmul",
     )(*operands)
