@@ -141,12 +141,11 @@ def abstract_model(config: ModelConfig, dtype: str, recipe: Recipe | None = None
 def packed(model: M3) -> M3:
     """The tree with shapes that `M3.pack` makes of this one, which stays as it is."""
 
-    def pack() -> M3:
-        tree = nnx.clone(model)
+    def pack(tree: M3) -> M3:
         tree.pack()
         return tree
 
-    return nnx.eval_shape(pack)
+    return nnx.eval_shape(pack, model)
 
 
 def forward(

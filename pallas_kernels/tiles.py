@@ -479,6 +479,10 @@ def tile_dot(
             word, first = divmod(j * form.width // form.group * form.scale_bits, 32)
             if word not in scales:
                 scales[word] = scale_ref[*tile, i * form.scale_words + word]
+            if groups == 1:
+                scale = form.scale(lax.shift_right_logical(scales[word], first), interpret)
+                total += plt.dot(plane, x, trans_b=True) * scale[:, None]
+                continue
             shift = first + form.scale_bits * jnp.arange(groups)
             bits = lax.shift_right_logical(*jnp.broadcast_arrays(scales[word][:, None], shift))
             sums = plt.dot(plane, x, trans_b=True).reshape(ROWS, groups, n_rows)

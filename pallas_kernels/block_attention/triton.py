@@ -3,6 +3,10 @@
 A program takes one row, one KV head and a share of the keys, so that even one sequence keeps the chip busy;
 all query heads of the KV head use a key while it is there. A row is cut into the same number of shares
 whatever its length.
+
+Tried on one H200, M3's dims, all blocks of 128K / 512K keys in µs (this: 70 / 248):
+- 264 / 528 / 1056 programs: 74 / 71 / 77 at 128K; 128 keys a step: 71 / 249; 32 keys and 4 warps: 92 / 348.
+- two or four stages, 8 warps: within 2%.
 """
 
 import math

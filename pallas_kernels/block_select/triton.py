@@ -3,6 +3,9 @@
 Scoring reads every index key once: one program takes a few blocks of one row and keeps the maximum of each.
 Choosing takes one program per row and index head, which picks the best block so often as blocks are wanted;
 the lower of two equal blocks wins.
+
+Tried on one H200, 1 row of 512K keys and 32 rows of 128K, both kernels in µs (this: 41 / 246): 528, 1056,
+2112 programs: 41 / 249, 43 / 264, 41 / 251; two or four stages, 2 or 8 warps: equal or slower.
 """
 
 from functools import partial

@@ -5,13 +5,20 @@ stream contiguous tiles; programs of unused tiles end at once. The rows of gate 
 eights, which puts a feature's gate and up into the same thread's registers: the activation costs no exchange.
 
 Tried on one H200, int4_g64, both kernels and the weighted sum at 1 / 8 / 32 / 64 / 128 tokens in µs:
-- this, with the scales of two groups in a word: 44 / 244 / 645 / 853 / 1003.
+- this, with the scales of two groups in a word: 43 / 240 / 629 / 854 / 1008.
 - a load for each group's scales: 47 / 260 / 675 / 895 / 1057; loaded after the dot: 8% slower than that.
+- no scales at all, which is wrong: - / 214 / - / 756. Half as many dots, also wrong: - / 229 / - / 781.
 - the next step's scales carried through the loop: equal. Scales folded into the weights: 17% slower.
 - two / four / five stages: 7 / 8 / 25% slower. One or two warps, or x as the first operand with 16 rows:
   twice as slow. 128 rows a program with 8 warps: 20 to 30% slower; 8 warps on 64 rows: twice as slow.
 - zero point taken off the sums with row sums of x, instead of off each weight: 4% slower.
 - tiles before experts in the grid, evict-first loads, no shift by zero: no difference.
+
+What bounds it is issue slots and the latency of eight dots a step, not bytes. Instructions of a warp in the
+loop per 1024 values of k: fp8 2110, mxfp8 2360, int8 1770, int4_g64 1510, int3_g64 1370, nvfp4 2640; int3_g64
+takes 48 / 237 / - / 832 and nvfp4 81 / 440 / - / 1548. For nvfp4, with k ordered so that a tile of scales
+multiplies every plane ahead of its dot: 64 / 338 / - / 1210; mxfp8 lost 10% by that, and two ways are one
+too many.
 """
 
 import dataclasses

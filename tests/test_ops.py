@@ -1,0 +1,111 @@
+"""Which implementation runs: said before anything is compiled, and never the reference without a word."""
+
+from dataclasses import dataclass
+
+import pytest
+from flax import nnx
+
+from mmx_jax.errors import KernelError
+from mmx_jax.generate import SamplingParams
+from mmx_jax.loading import Settings, Source, load
+from mmx_jax.model import packed
+from mmx_jax.params import TiledWeight, Weight, parameters
+from pallas_kernels.call import Call
+from pallas_kernels.ops import KERNELS, Ops, resolve
+from tests.conftest import GOLDENS
+from tests.test_golden import golden
+
+
+@dataclass
+class Device:
+    platform: str
+    compute_capability: str = "9.0"
+
+
+H200, CPU = Device("gpu"), Device("cpu")
+DECODE = Call("bfloat16", rows=4, new_tokens=1)
+ALL = set(KERNELS)
+
+
+def chosen(ops: Ops) -> set[str]:
+    return {name for name, text in ops.table().items() if text == "triton"}
+
+
+def test_auto_takes_every_kernel_on_a_gpu() -> None:
+    ops = resolve("auto", H200, DECODE)
+    assert chosen(ops) == ALL
+    assert ops.takes_packed
+    assert not ops.refused
+
+
+@pytest.mark.parametrize(
+    ("device", "call", "reference", "reason"),
+    [
+        (CPU, DECODE, ALL, "the device is cpu, the kernels need an NVIDIA GPU"),
+        (Device("gpu", "7.5"), DECODE, ALL, "compute capability 7.5, the kernels need 8.0"),
+        (Device("gpu", "gfx90a"), DECODE, ALL, "compute capability gfx90a"),
+        (H200, Call("float32", 4, 1), ALL, "the dtype is float32, the kernel takes bfloat16"),
+        (H200, Call("bfloat16", 129, 1), {"moe", "qmatmul"}, "129 tokens, the kernel takes 128"),
+    ],
+)
+def test_auto_says_why_it_takes_the_reference(device, call: Call, reference: set[str], reason: str) -> None:
+    ops = resolve("auto", device, call)
+    assert chosen(ops) == ALL - reference
+    assert set(ops.refused) == reference
+    for name in reference:
+        assert getattr(ops, name) is getattr(Ops(), name)
+        assert ops.table()[name].startswith(f"reference ({reason}")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "device", "call", "message"),
+    [
+        ("pallas", CPU, DECODE, "kernels 'pallas': the device is cpu"),
+        ("pallas", H200, Call("float32", 4, 1), "qmatmul: the dtype is float32"),
+        ("pallas", H200, Call("bfloat16", 200, 1), "moe: 200 tokens, the kernel takes 128"),
+        ("interpret", CPU, Call("float32", 1, 1), "block_select: the dtype is float32"),
+        ("fastest", H200, DECODE, "kernels 'fastest': expected one of auto, reference, pallas, interpret"),
+    ],
+)
+def test_what_was_asked_for_by_name_is_an_error_where_it_cannot_be(
+    implementation: str, device, call: Call, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(implementation, device, call)
+
+
+def test_the_reference_needs_nothing() -> None:
+    assert resolve("reference", H200, Call("float32", 500, 1)) == Ops()
+
+
+@pytest.mark.parametrize("implementation", ["auto", "pallas", "interpret"])
+def test_prefill_has_no_kernels(implementation: str) -> None:
+    assert resolve(implementation, H200, Call("bfloat16", 1, 2048)) == Ops()
+
+
+def test_a_checkpoint_that_the_kernels_do_not_take_is_refused_before_it_is_read() -> None:
+    with pytest.raises(KernelError, match="the device is cpu"):
+        Source(GOLDENS / "tiny_text", Settings(kernels="pallas"))
+
+
+def test_packing_keeps_the_parameters_and_turns_every_weight_but_the_embedding() -> None:
+    source = Source(GOLDENS / "tiny_text", Settings(recipe="int4_g64"))
+    model = packed(source.model)
+    kinds = {
+        type(m) for p, m in nnx.iter_modules(model) if isinstance(m, Weight | TiledWeight) and p != ("embed",)
+    }
+    assert kinds == {TiledWeight}
+
+    def count(tree) -> int:
+        return sum(s.size for s in parameters(tree).values())
+
+    assert count(model) == count(source.model)
+
+
+def test_a_packed_model_decodes_through_its_programs() -> None:
+    """Greedy tokens of the golden; the first has a margin that bfloat16 does not close."""
+    sampling = SamplingParams(max_new_tokens=1, ignore_eos=True)
+    expected = golden("tiny_text")
+    model = load(GOLDENS / "tiny_text", kernels="interpret", max_length=80, batch=2)
+    completions = model.generate(expected["input_ids"].tolist(), sampling)
+    assert [c.token_ids for c in completions] == expected["greedy"][:, :1].tolist()
