@@ -26,7 +26,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.tiles import TILE_FORMATS
-from pallas_kernels.workloads import CONTEXTS, TOKENS, D, E, F, Workload, workloads
+from pallas_kernels.workloads import D, E, F, Workload, workloads
 
 OPERATIONS = ("moe", "qmatmul", "attention", "dense attention")
 WARM_UP = 20
@@ -91,7 +91,7 @@ def main() -> None:
     )
     p.add_argument("--op", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     p.add_argument("--format", nargs="+", choices=TILE_FORMATS, default=list(TILE_FORMATS))
-    p.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    p.add_argument("--tokens", nargs="+", type=int, help="(default: 1 to 128)")
     p.add_argument("--peer", action="store_true", help="time humming-kernels beside moe int4_g64")
     args = p.parse_args()
     device = jax.devices()[0]
@@ -102,7 +102,7 @@ def main() -> None:
     del words
     print(f"read {read:.2f} TB/s", flush=True)
     rows = []
-    for workload in workloads(args.op, args.format, args.tokens, CONTEXTS):
+    for workload in workloads(args.op, args.format, args.tokens):
         rows.append(measure(workload, read, args.peer))
         print("  ".join(f"{k} {v}" for k, v in rows[-1].items()), flush=True)
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)

@@ -33,7 +33,8 @@ D, F, E, X = 6144, 3072, 128, 4
 N, K, H, C, P = 64, 4, 128, 128, 16
 INDEX = 128
 ALPHA, LIMIT = 1.702, 7.0
-TOKENS = (1, 8, 32, 64, 128)
+MOE_TOKENS = (1, 8, 32, 64, 128)
+QMATMUL_TOKENS = (1, 16)
 CONTEXTS = ((1, 8), (1, 32), (1, 128), (1, 512), (32, 8), (32, 128))  # rows, thousands of keys
 # Name -> rows and columns of a projection, and how many copies the L2 cache does not hold.
 PROJECTIONS = {"o_proj": (6144, 8192, 4), "qkv": (9856, 6144, 4), "lm_head": (200064, 6144, 2)}
@@ -229,13 +230,16 @@ def attention(contexts: Sequence[tuple[int, int]], dense: bool) -> Iterator[Work
 
 
 def workloads(
-    ops: Sequence[str], formats: Sequence[str], tokens: Sequence[int], contexts: Sequence[tuple[int, int]]
+    ops: Sequence[str],
+    formats: Sequence[str],
+    tokens: Sequence[int] | None,
+    contexts: Sequence[tuple[int, int]] = CONTEXTS,
 ) -> Iterator[Workload]:
     """All rows of the table, made one after the other so that one format's weights are held at a time."""
     if "moe" in ops:
-        yield from moe(formats, tokens)
+        yield from moe(formats, tokens or MOE_TOKENS)
     if "qmatmul" in ops:
-        yield from qmatmul(formats, [t for t in tokens if t <= DECODE_TOKENS])
+        yield from qmatmul(formats, [t for t in tokens or QMATMUL_TOKENS if t <= DECODE_TOKENS])
     for name, dense in (("attention", False), ("dense attention", True)):
         if name in ops:
             yield from attention(contexts, dense)

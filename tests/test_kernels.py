@@ -105,7 +105,7 @@ def test_moe(form: str, kind: str, t: int, e: int, x: int, interpret: bool) -> N
     assert_twice(got, reference, moe_exact(tokens_in, r, gate, up, down))
 
 
-def test_every_kernel_lowers_for_cuda() -> None:
+def test_the_matmul_kernels_lower_for_cuda() -> None:
     """At M3's sizes, on a machine without a GPU."""
 
     def shapes(tree):

@@ -1,17 +1,30 @@
 """Which implementation runs: said before anything is compiled, and never the reference without a word."""
 
+import re
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
+import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh
 
+from mmx_jax import recipes
+from mmx_jax.attention import Step
+from mmx_jax.cache import make_pages
+from mmx_jax.config import ModelConfig, bundled
 from mmx_jax.errors import KernelError
 from mmx_jax.generate import SamplingParams
 from mmx_jax.loading import Settings, Source, load
-from mmx_jax.model import packed
+from mmx_jax.model import abstract_model, packed
 from mmx_jax.params import TiledWeight, Weight, parameters
+from mmx_jax.rope import rope_tables
 from pallas_kernels.call import Call
 from pallas_kernels.ops import KERNELS, Ops, resolve
+from pallas_kernels.paging import PagedRows
 from tests.conftest import GOLDENS
 from tests.test_golden import golden
 
@@ -109,3 +122,41 @@ def test_a_packed_model_decodes_through_its_programs() -> None:
     model = load(GOLDENS / "tiny_text", kernels="interpret", max_length=80, batch=2)
     completions = model.generate(expected["input_ids"].tolist(), sampling)
     assert [c.token_ids for c in completions] == expected["greedy"][:, :1].tolist()
+
+
+def test_the_decode_program_lowers_for_cuda() -> None:
+    """M3's first five layers, three of them dense, with every kernel, on a machine without a GPU."""
+    config = ModelConfig.from_file(bundled("minimax_m3.json")).first_layers(5)
+    model = packed(abstract_model(config, "bfloat16", recipes.load("int4_g64")))
+    graphdef, state = nnx.split(model)
+    ops = resolve("pallas", H200, DECODE)
+    n_rows, blocks = DECODE.rows, 64
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+
+    def run(state, rope, pages, tokens, table, lengths):
+        positions = lengths[:, None] - 1
+        step = Step(PagedRows(table, positions, lengths, blocks), *rope.at(positions), ops)
+        model = nnx.merge(graphdef, state)
+        hidden, pages, _ = model(tokens, pages, step)
+        return model.logits(hidden[:, 0], ops), pages
+
+    shapes = (
+        state,
+        jax.eval_shape(partial(rope_tables, config, blocks * config.block_size)),
+        jax.eval_shape(partial(make_pages, config, n_rows * blocks, model.dtype)),
+        *(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((n_rows, 1), (n_rows, blocks), (n_rows,))),
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    found = Counter(re.findall(r'name = "(qmatmul|qk_norm_rope|block_\w+|merge|moe_\w+)"', text))
+    dense, sparse = 3, 2
+    assert found == {
+        "qmatmul": 4 * dense + 4 * sparse + 1,  # inputs, output, gate and up, down; and the head
+        "qk_norm_rope": dense + sparse,
+        "block_scores": sparse,
+        "block_choice": sparse,
+        "block_attention": dense + sparse,
+        "merge": dense + sparse,
+        "moe_gate_up": sparse,
+        "moe_down": sparse,
+    }

@@ -19,13 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tuning
 from pallas_kernels.call import Call
 from pallas_kernels.paging import LayerPages, PagedRows
 
-# Keys of one step; a step never crosses a page.
-KEYS = 64
-# Programs that fill the 132 multiprocessors of an H200.
-PROGRAMS = 396
 # Stands for minus infinity in running maxima, where -inf - -inf would be NaN.
 LOWEST = -1e30
 
@@ -117,8 +114,10 @@ def block_attention(
     n_rows, _, n_heads, head_dim = q.shape
     n_kv_heads, block_size = pages.k.shape[1:3]
     n_blocks = rows.page_table.shape[1] if blocks is None else blocks.shape[-1]
-    keys = min(KEYS, max(16, pl.next_power_of_2(block_size)))
-    shares = min(max(PROGRAMS // (n_rows * n_kv_heads), 1), n_blocks * pl.cdiv(block_size, keys))
+    tuned = tuning.parameters("block_attention")
+    # A step never crosses a page.
+    keys = min(tuned["keys"], max(16, pl.next_power_of_2(block_size)))
+    shares = min(max(tuned["programs"] // (n_rows * n_kv_heads), 1), n_blocks * pl.cdiv(block_size, keys))
     chosen = () if blocks is None else (blocks[:, 0],)
     operands = (q, pages.k, pages.v, rows.page_table, rows.positions, rows.lengths, *chosen)
     partials = pl.pallas_call(

@@ -18,11 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import tuning
 from pallas_kernels.call import Call
 from pallas_kernels.paging import PagedRows
 
-# Programs that fill the 132 multiprocessors of an H200; a row is cut into equal shares, whatever its length.
-PROGRAMS = 4224
 # The choice runs over the first of these many blocks that holds the row's own, so that a short sequence does
 # not pay for the capacity.
 WIDTHS = (256, 2048)
@@ -109,7 +108,8 @@ def block_select(
     n_rows, _, n_heads, _ = index_q.shape
     capacity, block_size = rows.page_table.shape[1], index_pages.shape[1]
     n_picked = min(top_blocks, capacity)
-    shares = min(max(PROGRAMS // n_rows, 1), capacity)
+    # A row is cut into equal shares, whatever its length.
+    shares = min(max(tuning.parameters("block_select")["programs"] // n_rows, 1), capacity)
     scores = pl.pallas_call(
         partial(_score, shares=shares),
         out_shape=jax.ShapeDtypeStruct((n_rows, n_heads, capacity), jnp.float32),

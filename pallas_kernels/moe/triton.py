@@ -34,6 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels import tuning
 from pallas_kernels.call import Call
 from pallas_kernels.moe.routing import Routing
 from pallas_kernels.precision import EXACT
@@ -147,7 +148,9 @@ def _run(
     top_k: int,
     activation: Callable[[Array], Array] | None,
     interpret: bool,
+    name: str,
 ) -> Array:
+    tuned = tuning.parameters("moe")
     kernel = partial(
         _kernel,
         top_k=top_k,
@@ -164,8 +167,9 @@ def _run(
         grid=(weight.data.shape[1], routing.tile_expert.shape[0]),
         in_specs=jax.tree.map(lambda _: pl.no_block_spec, operands),
         out_specs=pl.no_block_spec,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plt.CompilerParams(num_warps=tuned["warps"], num_stages=tuned["stages"]),
         interpret=interpret,
+        name=name,
     )(*operands)
 
 
@@ -190,9 +194,9 @@ def moe(
     outputs = experts.down.data.shape[1] * ROWS
     activation = partial(_swigluoai, alpha=alpha, limit=limit)
     hidden = jax.ShapeDtypeStruct((n_pairs + 1, features), x.dtype)
-    hidden = _run(x, routing, experts.gate_up, hidden, top_k, activation, interpret)
+    hidden = _run(x, routing, experts.gate_up, hidden, top_k, activation, interpret, "moe_gate_up")
     out = jax.ShapeDtypeStruct((n_pairs + 1, outputs), jnp.float32)
-    out = _run(hidden, routing, experts.down, out, 1, None, interpret)
+    out = _run(hidden, routing, experts.down, out, 1, None, interpret, "moe_down")
     out = out[:n_pairs, : experts.down.shape[1]].reshape(n_tokens, top_k, -1)
     out = jnp.where((routing.experts < n_experts)[..., None], out, 0)
     return jnp.einsum("txd,tx->td", out, routing.weights, precision=EXACT)

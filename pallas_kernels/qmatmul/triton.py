@@ -13,11 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels import tuning
 from pallas_kernels.call import DECODE_TOKENS, Call
 from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, pad_columns, tile_dot
-
-# Programs that keep the 132 multiprocessors of an H200 busy: about three on each.
-PROGRAMS = 400
 
 
 def _kernel(
@@ -43,13 +41,15 @@ def qmatmul(x: Float[Array, "*T D"], weight: TiledTensor, *, interpret: bool = F
     lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     n_tokens = x.shape[0]
     n_tiles, all_steps = weight.data.shape[:2]
-    parts = max(1, min(all_steps, PROGRAMS // n_tiles))
+    tuned = tuning.parameters("qmatmul")
+    parts = max(1, min(all_steps, tuned["programs"] // n_tiles))
     steps = -(-all_steps // parts)
     parts = -(-all_steps // steps)
     # The sums of all groups of a plane, and x for each, must fit into a multiprocessor.
     groups = TILE_FORMATS[weight.format].groups
     n_rows = max(8, min(pl.next_power_of_2(n_tokens), DECODE_TOKENS // groups))
     blocks = -(-n_tokens // n_rows)
+    stages = tuned["stages"] if groups * n_rows <= 32 else 2
     operands = (pad_columns(x, weight), weight)
     out = pl.pallas_call(
         partial(_kernel, n_tokens=n_tokens, n_rows=n_rows, steps=steps, interpret=interpret),
@@ -57,7 +57,7 @@ def qmatmul(x: Float[Array, "*T D"], weight: TiledTensor, *, interpret: bool = F
         grid=(blocks, n_tiles, parts),
         in_specs=jax.tree.map(lambda _: pl.no_block_spec, operands),
         out_specs=pl.no_block_spec,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if groups * n_rows <= 32 else 2),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
         name="qmatmul",
     )(*operands)
