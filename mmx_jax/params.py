@@ -1,12 +1,14 @@
 """How weights are held in the module tree, and the tree's parameters by name."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.formats import FORMATS
@@ -14,6 +16,13 @@ from pallas_kernels.ops import Ops
 from pallas_kernels.qk_norm_rope.reference import rms_norm
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.tiles import TiledTensor, pack
+
+
+@partial(jax.jit, static_argnums=0)
+def _quantize(format: str, values: Array) -> dict[str, Array]:
+    """Expert by expert, so that the scratch memory is one expert's."""
+    quantize = FORMATS[format].quantize
+    return lax.map(quantize, values) if values.ndim == 3 else quantize(values)
 
 
 class Weight(nnx.Module):
@@ -30,7 +39,7 @@ class Weight(nnx.Module):
 
     def set(self, values: Array) -> None:
         """Replace the weight by `values`, quantised to its format."""
-        for name, buffer in FORMATS[self.format].quantize(values).items():
+        for name, buffer in _quantize(self.format, values).items():
             setattr(self, name, nnx.Param(buffer))
 
     def requantize(self, format: str) -> None:

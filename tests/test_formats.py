@@ -441,7 +441,6 @@ def test_packing_round_trip(layout: tuple[int, type], words: int, seed: int):
 
 
 def test_a_weight_of_the_model_takes_the_format():
-    """It quantises without jit, where XLA sees one operation at a time."""
     name = "int4_g64"
     weight = Weight(SHAPE, name, rngs=nnx.Rngs(0))
     w = sample(*SHAPE)
