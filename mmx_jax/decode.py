@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--recipe", metavar="NAME", help="round the weights while loading: int8, int4_g64, FILE.json .."
     )
+    p.add_argument("--kv-format", metavar="NAME", help="round cached keys and values: int8 or fp8")
     p.add_argument("--attention", default="sparse", help="sparse (default) or dense")
     p.add_argument("--layers", type=int, metavar="N", help="run only the first N layers")
     p.add_argument(
@@ -170,7 +171,7 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
 
     _keep_programs()
     sampling = SamplingParams(**{f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams)})
-    settings = Settings(args.dtype, args.kernels, args.attention, args.layers, args.recipe)
+    settings = Settings(args.dtype, args.kernels, args.attention, args.layers, args.recipe, args.kv_format)
     if args.checkpoint is None:
         print(
             "demo: a tiny model with random weights, the answer is noise; --checkpoint DIR runs a real one",

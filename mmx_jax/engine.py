@@ -160,7 +160,8 @@ class Engine:
                 nnx.merge(graphdef, jax.tree.unflatten(treedef, leaves)), *args
             )
 
-        new_pages = partial(make_pages, self.config, self.batch * self.blocks_per_row, model.dtype)
+        n_pages = self.batch * self.blocks_per_row
+        new_pages = partial(make_pages, self.config, n_pages, model.dtype, model.kv_format)
         state_args = abstract((leaves, self.rope, jax.eval_shape(new_pages)))
         jobs: dict[str, tuple[Callable, tuple]] = {"new pages": (new_pages, ())}
         for n in self.steps:

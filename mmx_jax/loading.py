@@ -28,6 +28,7 @@ from mmx_jax.tokenizer import Tokenizer
 from mmx_jax.weights import LoadPlan, plan_load
 from pallas_kernels.call import Call
 from pallas_kernels.ops import Ops, resolve
+from pallas_kernels.paging import PAGE_FORMATS
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 ATTENTION = ("sparse", "dense")
@@ -44,11 +45,14 @@ class Settings:
     attention: str = "sparse"
     layers: int | None = None  # run only the first so many
     recipe: str | None = None  # the formats that weights are rounded to while they are loaded
+    kv_format: str | None = None  # the format that cached keys and values are rounded to
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InputError(f"dtype {self.dtype!r}: expected {', '.join(DTYPES)}")
         object.__setattr__(self, "dtype", DTYPES[self.dtype])
+        if self.kv_format is not None and self.kv_format not in PAGE_FORMATS:
+            raise InputError(f"kv_format {self.kv_format!r}: expected {' or '.join(PAGE_FORMATS)}")
         if self.attention not in ATTENTION:
             raise InputError(f"attention {self.attention!r}: expected {' or '.join(ATTENTION)}")
 
@@ -79,12 +83,18 @@ class Source:
         self.mesh: Mesh = make_mesh()
         self.ops(1, 1)  # a wrong choice is an error at once
         self.recipe = None if settings.recipe is None else recipes.load(settings.recipe)
-        self.model = abstract_model(config, settings.dtype, self.recipe)
+        self.model = self.shapes(config)
+
+    def shapes(self, config: ModelConfig) -> M3:
+        """The model that was asked for, with shapes in place of arrays."""
+        model = abstract_model(config, self.settings.dtype, self.recipe)
+        model.kv_format = self.settings.kv_format
+        return model
 
     def ops(self, rows: int, new_tokens: int) -> Ops:
         """The operations of a program with so many rows and new tokens in each."""
         settings = self.settings
-        call = Call(settings.dtype, rows, new_tokens)
+        call = Call(settings.dtype, rows, new_tokens, settings.kv_format)
         try:
             return resolve(settings.kernels, self.mesh.devices.flat[0], call)
         except ValueError as error:
@@ -156,7 +166,7 @@ class Source:
         """
         kinds = list(zip(self.config.moe_layers, self.config.sparse_layers, strict=True))
         shortest = max(kinds.index(kind) for kind in set(kinds)) + 1
-        model = abstract_model(self.config.first_layers(shortest), self.settings.dtype, self.recipe)
+        model = self.shapes(self.config.first_layers(shortest))
         return self.engine(self.in_memory(model, batch), batch, max_length, progress).programs
 
     def load(self, batch: int = 1, max_length: int | None = None, progress: Progress = silent) -> Model:
@@ -172,7 +182,7 @@ class Source:
     def read(self, pack: bool, progress: Progress = silent) -> M3:
         """The weights, each straight to its device; where packed, each layer as soon as it is complete."""
         plan = self.weights
-        model = abstract_model(self.config, self.settings.dtype, self.recipe)
+        model = self.shapes(self.config)
         done = 0
         for part, paths in groupby(plan.paths, key=_part):
             for path in paths:
@@ -221,6 +231,7 @@ class Demo(Source):
         max_length = self.default_length if max_length is None else max_length
         engine = self.engine(self.in_memory(self.model, batch), batch, max_length, progress)
         tree = random_model(self.config, self.settings.dtype, self.recipe)
+        tree.kv_format = self.settings.kv_format
         if self.ops(batch, 1).takes_packed:
             tree.pack()
         return Model(tree, engine, self.tokenizer, None, self.sampling)
@@ -236,13 +247,15 @@ def load(
     attention: str = "sparse",
     layers: int | None = None,
     recipe: str | None = None,
+    kv_format: str | None = None,
     progress: Progress = silent,
 ) -> Model:
     """Load a checkpoint for `batch` sequences of up to `max_length` tokens, prompt and answer together.
 
     dtype: "bfloat16" or "float32", of weights and activations; kernels: "auto", "reference", "pallas" or
     "interpret"; attention: "sparse", or "dense" to turn block selection off; layers: only the first so many;
-    recipe: "int4_g64" or another of `mmx_jax.recipes`, or a .json file: rounds the weights while they load.
+    recipe: "int4_g64" or another of `mmx_jax.recipes`, or a .json file: rounds the weights while they load;
+    kv_format: "int8" or "fp8" rounds cached keys and values, with a scale for each token and head.
     A process that shares its GPU memory fraction with no one should set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95
     before JAX is imported: the default of 0.75 wastes a quarter of the device.
 
@@ -253,7 +266,7 @@ def load(
     for name, value in (("max_length", max_length), ("batch", batch), ("layers", layers)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise InputError(f"{name} {value!r}: expected an integer")
-    return Source(directory, Settings(dtype, kernels, attention, layers, recipe)).load(
+    return Source(directory, Settings(dtype, kernels, attention, layers, recipe, kv_format)).load(
         batch, max_length, progress
     )
 

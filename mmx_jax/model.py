@@ -83,11 +83,16 @@ class Layer(nnx.Module):
 
 
 class M3(nnx.Module):
-    """The language model. `dtype` is that of activations, pages and weights that are not quantised."""
+    """The language model.
+
+    `dtype` is that of activations, pages and weights that are not quantised. `kv_format` names the entry of
+    `PAGE_FORMATS` that programs round keys and values to; None leaves them as they are.
+    """
 
     def __init__(self, config: ModelConfig, dtype: str, *, rngs: nnx.Rngs):
         c = config
         self.config, self.dtype = c, dtype
+        self.kv_format: str | None = None
         self.embed = Weight((c.vocab_size, c.hidden_size), dtype, rngs=rngs)
         self.layers = nnx.List([Layer(c, i, dtype, rngs=rngs) for i in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs=rngs)

@@ -72,13 +72,13 @@ def memory_plan(model: M3, batch: int, max_length: int) -> MemoryPlan:
     for path, buffer in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         sizes[kind(".".join(map(str, path)))] += math.prod(buffer.shape) * buffer.dtype.itemsize
     blocks = -(-max_length // c.block_size)
-    pages = jax.eval_shape(lambda: make_pages(c, batch * blocks, model.dtype))
+    pages = jax.eval_shape(lambda: make_pages(c, batch * blocks, model.dtype, model.kv_format))
 
     def nbytes(tree: Any) -> int:
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
     state = {
-        "K and V pages": nbytes([(p.k, p.v) for p in pages]),
+        "K and V pages": nbytes([(p.k, p.v, p.k_scale, p.v_scale) for p in pages]),
         "index key pages": nbytes([p.index_k for p in pages]),
         "rotary tables": max_length * c.rotary_dim * 4,
         "batch state": batch * (c.vocab_size + 4 * blocks),

@@ -4,11 +4,14 @@ A block is anchored to the absolute position of its tokens: position p of a row 
 `page_table[row, p // C]`. There is no left padding anywhere.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Num
+
+from pallas_kernels.precision import wide
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,27 @@ class PagedRows:
         return jnp.where(self.valid, page, n_pages), self.positions % block_size
 
 
+# How keys and values can be rounded: the dtype of the codes, and the largest.
+PAGE_FORMATS: Mapping[str, tuple[DTypeLike, float]] = {
+    "int8": (jnp.int8, 127.0),
+    "fp8": (jnp.float8_e4m3fn, 448.0),
+}
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LayerPages:
-    """One layer's pages, head-major because each KV head picks its own blocks."""
+    """One layer's pages, head-major because each KV head picks its own blocks.
 
-    k: Float[Array, "pages K C H"]
-    v: Float[Array, "pages K C H"]
+    Keys and values are plain numbers, or codes of a format of `PAGE_FORMATS` with a scale for each token and
+    head: k = code * scale, scale = max |k| / largest (1 for zeros), rounded half to even.
+    """
+
+    k: Num[Array, "pages K C H"]
+    v: Num[Array, "pages K C H"]
     index_k: Float[Array, "pages C I"] | None
+    k_scale: Float[Array, "pages K C"] | None = None
+    v_scale: Float[Array, "pages K C"] | None = None
 
     def append(
         self,
@@ -57,8 +73,35 @@ class LayerPages:
         """Write the new tokens' keys and values; those of padding tokens go nowhere."""
         n_pages, _, block_size, _ = self.k.shape
         page, offset = rows.slots(block_size, n_pages)
+        k_scale, v_scale = self.k_scale, self.v_scale
+        if k_scale is not None and v_scale is not None:
+            (k, k_new), (v, v_new) = (_round_heads(x, self.k.dtype) for x in (k, v))
+            k_scale = k_scale.at[page, :, offset].set(k_new, mode="drop")
+            v_scale = v_scale.at[page, :, offset].set(v_new, mode="drop")
         return LayerPages(
             self.k.at[page, :, offset].set(k, mode="drop"),
             self.v.at[page, :, offset].set(v, mode="drop"),
             self.index_k if index_k is None else self.index_k.at[page, offset].set(index_k, mode="drop"),  # pyright: ignore[reportOptionalMemberAccess]
+            k_scale,
+            v_scale,
         )
+
+    def read(
+        self, page: Int[Array, "..."], head: Int[Array, "..."], held: Bool[Array, "... C"]
+    ) -> tuple[Float[Array, "... C H"], Float[Array, "... C H"]]:
+        """Keys and values of pages and KV heads, zeros where not held: whatever the memory contains stays."""
+        k, v = (jnp.where(held[..., None], a[page, head], 0) for a in (self.k, self.v))
+        if self.k_scale is None or self.v_scale is None:
+            return k, v
+        k_scale, v_scale = (jnp.where(held, a[page, head], 0) for a in (self.k_scale, self.v_scale))
+        return k.astype(k_scale.dtype) * k_scale[..., None], v.astype(v_scale.dtype) * v_scale[..., None]
+
+
+def _round_heads(x: Float[Array, "*T H"], dtype: DTypeLike) -> tuple[Num[Array, "*T H"], Float[Array, "*T"]]:
+    """Codes and scales."""
+    (largest,) = (n for d, n in PAGE_FORMATS.values() if jnp.dtype(d) == dtype)
+    x = wide(x)
+    most = jnp.max(jnp.abs(x), axis=-1)
+    scale = jnp.where(most == 0, 1, most / largest)
+    codes = x / scale[..., None]
+    return (jnp.round(codes) if dtype == jnp.int8 else codes).astype(dtype), scale

@@ -99,7 +99,7 @@ def _merge(out_ref, best_ref, total_ref, merged_ref) -> None:
 
 def supported(call: Call) -> str | None:
     """What is in the way of this call, if anything."""
-    return call.wrong_dtype() or call.no_decoding()
+    return call.wrong_dtype() or call.no_decoding() or call.rounded_pages()
 
 
 def block_attention(

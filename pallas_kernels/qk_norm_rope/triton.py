@@ -111,7 +111,7 @@ def _kernel(
 
 def supported(call: Call) -> str | None:
     """What is in the way of this call, if anything."""
-    return call.wrong_dtype() or call.no_decoding()
+    return call.wrong_dtype() or call.no_decoding() or call.rounded_pages()
 
 
 def qk_norm_rope(
