@@ -1,9 +1,9 @@
 """Weights in the kernels' order: contiguous tiles, 32-bit words, and how a kernel turns them into bfloat16.
 
 A tile holds 64 output rows and one step of the contracted axis. In the word formats a row of a tile is 64
-words; field j of word c holds k = step * i + 64 * j + c, so that one field of all words, a plane, is 64
-neighbours along k: one dot. 32-bit words keep offsets of M3's expert weights, beyond 2^31 elements, within
-Triton's signed 32 bits.
+words (32 in nvfp4); field j of word c holds k = step * i + 64 * j + c, so that one field of all words, a
+plane, is 64 neighbours along k: one dot. 32-bit words keep offsets of M3's expert weights, beyond 2^31
+elements, within Triton's signed 32 bits.
 
 Scales of groups along k are packed too, several of one row to a word, because a kernel's time depends on how
 many loads of scales it issues, not on their bytes.

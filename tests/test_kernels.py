@@ -13,6 +13,7 @@ import pytest
 from jax._src.mesh import AbstractDevice
 from jax.sharding import AbstractMesh
 
+from pallas_kernels import workloads
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.moe import triton as moe_triton
 from pallas_kernels.moe.reference import ExpertWeights
@@ -87,6 +88,15 @@ def moe_exact(x: jax.Array, r: Routing, gate: QTensor, up: QTensor, down: QTenso
     return out
 
 
+def poisoned(w: QTensor, experts: np.ndarray) -> QTensor:
+    """NaN in these experts, where a buffer can hold one."""
+    buffers = {
+        name: b.at[experts].set(jnp.nan) if jnp.issubdtype(b.dtype, jnp.floating) else b
+        for name, b in w.buffers.items()
+    }
+    return QTensor(w.format, w.shape, buffers)
+
+
 @pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize("form", FORMAT_NAMES)
 @pytest.mark.parametrize(
@@ -96,13 +106,25 @@ def moe_exact(x: jax.Array, r: Routing, gate: QTensor, up: QTensor, down: QTenso
 def test_moe(form: str, kind: str, t: int, e: int, x: int, interpret: bool) -> None:
     """Widths that are no multiple of a tile or a step; experts without tokens hold NaN where they can."""
     f, d = 48, 176
-    gate, up, down = (weight(form, shape, i) for i, shape in enumerate([(e, f, d), (e, f, d), (e, d, f)]))
     r, tokens_in = routing(kind, t, e, x), tokens((t, d), 7)
+    unused = np.setdiff1d(np.arange(e), np.asarray(r.experts))
+    shapes = [(e, f, d), (e, f, d), (e, d, f)]
+    gate, up, down = (poisoned(weight(form, shape, i), unused) for i, shape in enumerate(shapes))
     packed = moe_triton.pack_experts(gate, up, down)
     run = jax.jit(partial(moe_triton.moe, alpha=ALPHA, limit=LIMIT, interpret=interpret))
     got = run(tokens_in, r, packed)
     reference = moe_reference(tokens_in, r, ExpertWeights(gate, up, down), alpha=ALPHA, limit=LIMIT)
     assert_twice(got, reference, moe_exact(tokens_in, r, gate, up, down))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
+def test_the_last_expert_at_real_size(form: str) -> None:
+    """Offsets beyond 2^31 elements: expert 127 of M3's layer is one of the token's."""
+    (work,) = workloads.moe([form], [1])
+    assert work.experts[0][0, 0] == workloads.E - 1
+    got, reference, exact = work.check()
+    assert_twice(got, reference, f64(exact))
 
 
 def test_the_matmul_kernels_lower_for_cuda() -> None:
