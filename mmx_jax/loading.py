@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
@@ -87,9 +88,7 @@ class Source:
 
     def shapes(self, config: ModelConfig) -> M3:
         """The model that was asked for, with shapes in place of arrays."""
-        model = abstract_model(config, self.settings.dtype, self.recipe)
-        model.kv_format = self.settings.kv_format
-        return model
+        return abstract_model(config, self.settings.dtype, self.recipe, self.settings.kv_format)
 
     def ops(self, rows: int, new_tokens: int) -> Ops:
         """The operations of a program with so many rows and new tokens in each."""
@@ -181,8 +180,7 @@ class Source:
 
     def read(self, pack: bool, progress: Progress = silent) -> M3:
         """The weights, each straight to its device; where packed, each layer as soon as it is complete."""
-        plan = self.weights
-        model = self.shapes(self.config)
+        plan, model = self.weights, nnx.clone(self.model)
         done = 0
         for part, paths in groupby(plan.paths, key=_part):
             for path in paths:
@@ -230,8 +228,8 @@ class Demo(Source):
     def load(self, batch: int = 1, max_length: int | None = None, progress: Progress = silent) -> Model:
         max_length = self.default_length if max_length is None else max_length
         engine = self.engine(self.in_memory(self.model, batch), batch, max_length, progress)
-        tree = random_model(self.config, self.settings.dtype, self.recipe)
-        tree.kv_format = self.settings.kv_format
+        s = self.settings
+        tree = random_model(self.config, s.dtype, self.recipe, s.kv_format)
         if self.ops(batch, 1).takes_packed:
             tree.pack()
         return Model(tree, engine, self.tokenizer, None, self.sampling)

@@ -89,10 +89,9 @@ class M3(nnx.Module):
     `PAGE_FORMATS` that programs round keys and values to; None leaves them as they are.
     """
 
-    def __init__(self, config: ModelConfig, dtype: str, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, dtype: str, kv_format: str | None = None, *, rngs: nnx.Rngs):
         c = config
-        self.config, self.dtype = c, dtype
-        self.kv_format: str | None = None
+        self.config, self.dtype, self.kv_format = c, dtype, kv_format
         self.embed = Weight((c.vocab_size, c.hidden_size), dtype, rngs=rngs)
         self.layers = nnx.List([Layer(c, i, dtype, rngs=rngs) for i in range(c.num_layers)])
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, rngs=rngs)
@@ -128,9 +127,11 @@ class M3(nnx.Module):
             return ops.qmatmul(self.norm(hidden), self.head.tensor())
 
 
-def random_model(config: ModelConfig, dtype: str, recipe: Recipe | None, seed: int = 0) -> M3:
+def random_model(
+    config: ModelConfig, dtype: str, recipe: Recipe | None = None, kv_format: str | None = None
+) -> M3:
     """A model of random weights, in the formats of the recipe."""
-    model = M3(config, dtype, rngs=nnx.Rngs(seed))
+    model = M3(config, dtype, kv_format, rngs=nnx.Rngs(0))
     if recipe is not None:
         for path, module in nnx.iter_modules(model):
             if isinstance(module, Weight) and module is not model.embed:
@@ -138,9 +139,11 @@ def random_model(config: ModelConfig, dtype: str, recipe: Recipe | None, seed: i
     return model
 
 
-def abstract_model(config: ModelConfig, dtype: str, recipe: Recipe | None = None) -> M3:
+def abstract_model(
+    config: ModelConfig, dtype: str, recipe: Recipe | None = None, kv_format: str | None = None
+) -> M3:
     """The module tree with shapes in place of arrays."""
-    return nnx.eval_shape(lambda: random_model(config, dtype, recipe))
+    return nnx.eval_shape(lambda: random_model(config, dtype, recipe, kv_format))
 
 
 def packed(model: M3) -> M3:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.formats import FORMATS
+from pallas_kernels.formats import FORMATS, Plain
 from pallas_kernels.ops import Ops
 from pallas_kernels.qk_norm_rope.reference import rms_norm
 from pallas_kernels.qtensor import QTensor
@@ -39,7 +39,10 @@ class Weight(nnx.Module):
 
     def set(self, values: Array) -> None:
         """Replace the weight by `values`, quantised to its format."""
-        for name, buffer in _quantize(self.format, values).items():
+        form = FORMATS[self.format]
+        # Plain numbers need no scratch memory, and no program to be compiled.
+        buffers = form.quantize(values) if isinstance(form, Plain) else _quantize(self.format, values)
+        for name, buffer in buffers.items():
             setattr(self, name, nnx.Param(buffer))
 
     def requantize(self, format: str) -> None:

@@ -18,6 +18,8 @@ install_import_hook(["pallas_kernels", *(f"mmx_jax.{name}" for name in _ARRAYS)]
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from jax._src.mesh import AbstractDevice  # noqa: E402
+from jax.sharding import AbstractMesh  # noqa: E402
 
 # The same examples every time; a slow machine is no failure.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -40,6 +42,13 @@ def m3_dir() -> Path:
     if not directory:
         pytest.skip("MMX_M3_DIR is not set")
     return Path(directory)
+
+
+def lowered_for_cuda(function, *arguments) -> str:
+    """The program of a function for an H200, on a machine without a GPU."""
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 CHAT_TEMPLATE = """\

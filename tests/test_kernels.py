@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.mesh import AbstractDevice
-from jax.sharding import AbstractMesh
 
 from pallas_kernels import workloads
 from pallas_kernels.formats import FORMATS
@@ -23,6 +21,7 @@ from pallas_kernels.qmatmul import triton as qmatmul_triton
 from pallas_kernels.qmatmul.reference import qmatmul as qmatmul_reference
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.tiles import TILE_FORMATS, pack
+from tests.conftest import lowered_for_cuda
 
 BF16 = jnp.bfloat16
 ALPHA, LIMIT = 1.702, 7.0
@@ -129,35 +128,27 @@ def test_the_last_expert_at_real_size(form: str) -> None:
 
 def test_the_matmul_kernels_lower_for_cuda() -> None:
     """At M3's sizes, on a machine without a GPU."""
-
-    def shapes(tree):
-        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
-
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
     e, f, d, top_k = 128, 3072, 6144, 4
-    with jax.sharding.use_abstract_mesh(mesh):
-        for form in FORMAT_NAMES:
 
-            def abstract(*shape: int, form: str = form):
-                return QTensor(form, shape, FORMATS[form].buffers(shape))
+    def run(x, chosen, experts):
+        r = make_routing(chosen, jnp.ones(chosen.shape), jnp.ones(chosen.shape[0], bool), e)
+        return moe_triton.moe(x, r, experts, alpha=ALPHA, limit=LIMIT)
 
-            experts = jax.eval_shape(
-                moe_triton.pack_experts, abstract(e, f, d), abstract(e, f, d), abstract(e, d, f)
-            )
-            for t in (1, 64):
-                x = jax.ShapeDtypeStruct((t, d), BF16)
-                chosen = jax.ShapeDtypeStruct((t, top_k), jnp.int32)
+    for form in FORMAT_NAMES:
 
-                def run(x, chosen, experts):
-                    r = make_routing(chosen, jnp.ones(chosen.shape), jnp.ones(chosen.shape[0], bool), e)
-                    return moe_triton.moe(x, r, experts, alpha=ALPHA, limit=LIMIT)
+        def abstract(*shape: int, form: str = form):
+            return QTensor(form, shape, FORMATS[form].buffers(shape))
 
-                text = jax.jit(run).trace(x, chosen, experts).lower(lowering_platforms=("cuda",)).as_text()
-                assert text.count("__gpu$xla.gpu.triton") == 2, form
-                w = jax.eval_shape(pack, abstract(d, 8192))
-                x = jax.ShapeDtypeStruct((t, 8192), BF16)
-                lowered = jax.jit(qmatmul_triton.qmatmul).trace(x, w).lower(lowering_platforms=("cuda",))
-                assert lowered.as_text().count("__gpu$xla.gpu.triton") == 1, form
+        experts = jax.eval_shape(
+            moe_triton.pack_experts, abstract(e, f, d), abstract(e, f, d), abstract(e, d, f)
+        )
+        w = jax.eval_shape(pack, abstract(d, 8192))
+        for t in (1, 64):
+            x, chosen = jax.ShapeDtypeStruct((t, d), BF16), jax.ShapeDtypeStruct((t, top_k), jnp.int32)
+            text = lowered_for_cuda(run, x, chosen, experts)
+            assert text.count("__gpu$xla.gpu.triton") == 2, form
+            text = lowered_for_cuda(qmatmul_triton.qmatmul, jax.ShapeDtypeStruct((t, 8192), BF16), w)
+            assert text.count("__gpu$xla.gpu.triton") == 1, form
 
 
 @pytest.mark.parametrize("form", FORMAT_NAMES)

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax._src.mesh import AbstractDevice
-from jax.sharding import AbstractMesh
 
 from mmx_jax import recipes
 from mmx_jax.attention import Step
@@ -25,7 +23,7 @@ from mmx_jax.rope import rope_tables
 from pallas_kernels.call import Call
 from pallas_kernels.ops import KERNELS, Ops, resolve
 from pallas_kernels.paging import PagedRows
-from tests.conftest import GOLDENS
+from tests.conftest import GOLDENS, lowered_for_cuda
 from tests.test_golden import golden
 
 
@@ -131,7 +129,6 @@ def test_the_decode_program_lowers_for_cuda() -> None:
     graphdef, state = nnx.split(model)
     ops = resolve("pallas", H200, DECODE)
     n_rows, blocks = DECODE.rows, 64
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
 
     def run(state, rope, pages, tokens, table, lengths):
         positions = lengths[:, None] - 1
@@ -146,9 +143,10 @@ def test_the_decode_program_lowers_for_cuda() -> None:
         jax.eval_shape(partial(make_pages, config, n_rows * blocks, model.dtype)),
         *(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((n_rows, 1), (n_rows, blocks), (n_rows,))),
     )
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(run).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    found = Counter(re.findall(r'name = "(qmatmul|qk_norm_rope|block_\w+|merge|moe_\w+)"', text))
+    names = re.findall(
+        r'name = "(qmatmul|qk_norm_rope|block_\w+|merge|moe_\w+)"', lowered_for_cuda(run, *shapes)
+    )
+    found = Counter(names)
     dense, sparse = 3, 2
     assert found == {
         "qmatmul": 4 * dense + 4 * sparse + 1,  # inputs, output, gate and up, down; and the head
