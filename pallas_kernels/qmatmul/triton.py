@@ -14,8 +14,12 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
-from pallas_kernels.call import DECODE_TOKENS, Call
+from pallas_kernels.call import Call
 from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, pad_columns, tile_dot
+
+# Rows of x of one program, those of all groups together: with 128, int4_g64 and int3_g64 compile to more
+# shared memory than a multiprocessor has. More tokens are further programs, beside those of the same weights.
+MAX_ROWS = 64
 
 
 def _kernel(
@@ -45,9 +49,8 @@ def qmatmul(x: Float[Array, "*T D"], weight: TiledTensor, *, interpret: bool = F
     parts = max(1, min(all_steps, tuned["programs"] // n_tiles))
     steps = -(-all_steps // parts)
     parts = -(-all_steps // steps)
-    # The sums of all groups of a plane, and x for each, must fit into a multiprocessor.
     groups = TILE_FORMATS[weight.format].groups
-    n_rows = max(8, min(pl.next_power_of_2(n_tokens), DECODE_TOKENS // groups))
+    n_rows = max(8, min(pl.next_power_of_2(n_tokens), MAX_ROWS // groups))
     blocks = -(-n_tokens // n_rows)
     stages = tuned["stages"] if groups * n_rows <= 32 else 2
     operands = (pad_columns(x, weight), weight)
