@@ -5,8 +5,9 @@ all query heads of the KV head use a key while it is there. A row is cut into th
 whatever its length.
 
 Tried on one H200, M3's dims, all blocks of 128K / 512K keys in µs (this: 70 / 248):
-- 264 / 528 / 1056 programs: 74 / 71 / 77 at 128K; 128 keys a step: 71 / 249; 32 keys and 4 warps: 92 / 348.
-- two or four stages, 8 warps: within 2%.
+- 264 / 528 / 1056 programs: 74 / 71 / 77 at 128K; 1056 programs with 32 keys a step: 92 / 348.
+- 128 keys a step with 264 programs: 72 / 249 with two stages, 71 / 250 with 8 warps. Two or four stages with
+  64 keys: within 2%.
 """
 
 import math
