@@ -15,10 +15,10 @@ Tried on one H200, int4_g64, both kernels and the weighted sum at 1 / 8 / 32 / 6
 - tiles before experts in the grid, evict-first loads, no shift by zero: no difference.
 
 What bounds it is issue slots and the latency of eight dots a step, not bytes. Instructions of a warp in the
-loop per 1024 values of k, compiled offline with another Triton: fp8 2110, mxfp8 2360, int8 1770, int4_g64 1510,
-int3_g64 1370, nvfp4 2640. int3_g64 takes 48 / 237 / - / 832 and nvfp4 81 / 440 / - / 1548. For nvfp4, with k
-ordered so that a tile of scales multiplies every plane ahead of its dot: 64 / 338 / - / 1210; mxfp8 lost 10% by
-that, and two ways are one too many.
+loop per 1024 values of k, compiled offline with another Triton: fp8 2110, mxfp8 2360, int8 1770, int4_g64
+1510, int3_g64 1370, nvfp4 2640. int3_g64 takes 48 / 237 / - / 832 and nvfp4 81 / 440 / - / 1548. For nvfp4,
+with k ordered so that a tile of scales multiplies every plane ahead of its dot: 64 / 338 / - / 1210; mxfp8
+lost 10% by that, and two ways are one too many.
 """
 
 import dataclasses
