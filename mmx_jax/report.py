@@ -5,6 +5,7 @@ from collections import Counter
 from rich.console import Console
 from rich.table import Table
 
+from mmx_jax.command import readable
 from mmx_jax.engine import Progress
 from mmx_jax.loading import Source
 from mmx_jax.plan import device_bytes, memory_plan
@@ -22,7 +23,7 @@ def print_plan(source: Source, batch: int, max_length: int, progress: Progress) 
     )
     if plan is not None:
         formats = ", ".join(f"{n} in {name}" for name, n in Counter(plan.formats.values()).items())
-        out.print(f"to read: {_size(plan.nbytes)} in {len(plan.paths)} parameters ({formats})")
+        out.print(f"to read: {readable(plan.nbytes)} in {len(plan.paths)} parameters ({formats})")
         for reason, names in plan.skipped.items():
             out.print(f"skipped: {len(names)} tensors, {reason}")
     else:
@@ -35,12 +36,14 @@ def print_plan(source: Source, batch: int, max_length: int, progress: Progress) 
     for heading in ("parameters", "bytes", str(device)):
         table.add_column(heading, justify="right")
     for kind, size in memory.weight_bytes.items():
-        table.add_row(kind, f"{memory.parameters[kind]:,}", f"{size:,}", _size(size))
+        table.add_row(kind, f"{memory.parameters[kind]:,}", f"{size:,}", readable(size))
     weights, parameters = sum(memory.weight_bytes.values()), sum(memory.parameters.values())
-    table.add_row("all weights", f"{parameters:,}", f"{weights:,}", _size(weights), end_section=True)
+    table.add_row("all weights", f"{parameters:,}", f"{weights:,}", readable(weights), end_section=True)
     for kind, size in memory.state_bytes.items():
-        table.add_row(kind, "", f"{size:,}", _size(size))
-    table.add_row("all", "", f"{memory.total:,}", f"{_size(memory.total)} of {_size(device_bytes(device))}")
+        table.add_row(kind, "", f"{size:,}", readable(size))
+    table.add_row(
+        "all", "", f"{memory.total:,}", f"{readable(memory.total)} of {readable(device_bytes(device))}"
+    )
     out.print(table)
 
     table = Table("operation, decoding", "implementation")
@@ -51,13 +54,5 @@ def print_plan(source: Source, batch: int, max_length: int, progress: Progress) 
     table = Table("program (rows x tokens)")
     table.add_column("scratch", justify="right")
     for name, program in programs.items():
-        table.add_row(name, _size(program.temp_bytes))
+        table.add_row(name, readable(program.temp_bytes))
     out.print(table)
-
-
-def _size(n_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.2f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.2f} TB"
