@@ -57,7 +57,8 @@ class Bars:
                 self._bars.stop()
 
     def close(self) -> None:
-        self._bars.stop()
+        if self._tasks:
+            self._bars.stop()
 
 
 def readable(n_bytes: float) -> str:
