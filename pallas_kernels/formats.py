@@ -13,7 +13,7 @@ Dequantising is exact for any buffers whose products are float32 normals, and ro
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -71,12 +71,16 @@ def _block_max(values: Float[Array, "*E F D"], block: tuple[int, int]) -> Float[
 
     Not NaN, because XLA's maximum may lose a NaN on the CPU.
     """
-    *lead, f, d = values.shape
-    pad = [(0, 0)] * len(lead) + [(0, -f % block[0]), (0, -d % block[1])]
     size = jnp.where(jnp.isfinite(values), jnp.minimum(jnp.abs(values), _MAX), jnp.inf)
-    size = jnp.pad(size, pad)
-    f, d = size.shape[-2:]
-    return size.reshape(*lead, f // block[0], block[0], d // block[1], block[1]).max((-3, -1))
+    return _by_block(size, block).max((-3, -1))
+
+
+def _by_block(values: Float[Array, "*E F D"], block: tuple[int, int]) -> Float[Array, "*E Fb f Db d"]:
+    """The last two axes cut into blocks, which zeros fill."""
+    *lead, f, d = values.shape
+    values = jnp.pad(values, [(0, 0)] * len(lead) + [(0, -f % block[0]), (0, -d % block[1])])
+    f, d = values.shape[-2:]
+    return values.reshape(*lead, f // block[0], block[0], d // block[1], block[1])
 
 
 def _spread(scale: Array, block: tuple[int, int], shape: Shape) -> Array:
@@ -95,6 +99,38 @@ def _scale(most: Array, largest: float, smallest: float, mantissa_bits: int = 23
     scale = jnp.where(most == 0, 1, jnp.maximum(_divide(most, largest), _TINY / smallest))
     scale = jnp.where(most == jnp.inf, jnp.nan, scale)
     return lax.reduce_precision(scale, 8, mantissa_bits).astype(jnp.float32)
+
+
+# Fractions of a group's largest magnitude that its scale may be made for instead: small formats lose less if
+# some numbers saturate.
+_SHRINK = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+
+
+def _least_error(
+    values: Float[Array, "*E F D"],
+    most: Float[Array, "*E Fb Db"],
+    block: tuple[int, int],
+    factors: tuple[float, ...],
+    rounded: Callable[[Float[Array, "*E Fb Db"]], Float[Array, "*E F D"]],
+) -> Float[Array, "*E Fb Db"]:
+    """For each block the multiple of `most` whose `rounded` values have the least squared error.
+
+    1 is tried first, then `factors`; a later one has to be better. Errors that are not finite are no better.
+    """
+    if not factors:
+        return most
+
+    def error(most: Array) -> Array:
+        return _by_block((values - rounded(most)) ** 2, block).sum((-3, -1))
+
+    def attempt(found: tuple[Array, Array], factor: Array) -> tuple[tuple[Array, Array], None]:
+        best, least = found
+        tried = most * factor
+        new = error(tried)
+        return (jnp.where(new < least, tried, best), jnp.where(new < least, new, least)), None
+
+    (best, _), _ = lax.scan(attempt, (most, error(most)), jnp.asarray(factors, jnp.float32))
+    return best
 
 
 # --- codes ---
@@ -191,13 +227,15 @@ class Integers(Format):
 
     The scale is absmax / largest rounded to its dtype, 1 for zeros. q is an int8 `data`, or q + largest + 1
     in planes of bits, from the low bits up, in 32-bit words with the lowest k in the lowest bits; a last
-    group that is not full is padded with q = 0. |w - q * scale| <= scale / 2.
+    group that is not full is padded with q = 0. |w - q * scale| <= scale / 2 without `factors`, which are
+    other multiples of absmax to try: the one with the least squared error is taken.
     """
 
     largest: int
     group: int | None  # None: the whole row
     scale_dtype: DTypeLike
     planes: tuple[tuple[str, int], ...] = ()  # (buffer, bits)
+    factors: tuple[float, ...] = ()
 
     def _block(self, shape: Shape) -> tuple[int, int]:
         return 1, self.group or shape[-1]
@@ -216,9 +254,19 @@ class Integers(Format):
     def quantize(self, values: Float[Array, "*E F D"]) -> dict[str, Array]:
         values = wide(values)
         block = self._block(values.shape)
-        scale = _scale(_block_max(values, block), self.largest, 1, jnp.finfo(self.scale_dtype).nmant)
-        q = jnp.round(_divide(values, _spread(scale, block, values.shape)))
-        q = jnp.clip(q, -self.largest, self.largest).astype(jnp.int8)
+
+        def codes_and_scale(most: Array) -> tuple[Array, Array]:
+            scale = _scale(most, self.largest, 1, jnp.finfo(self.scale_dtype).nmant)
+            q = jnp.round(_divide(values, _spread(scale, block, values.shape)))
+            return jnp.clip(q, -self.largest, self.largest), scale
+
+        def rounded(most: Array) -> Array:
+            q, scale = codes_and_scale(most)
+            return q * _spread(scale, block, values.shape)
+
+        most = _least_error(values, _block_max(values, block), block, self.factors, rounded)
+        q, scale = codes_and_scale(most)
+        q = q.astype(jnp.int8)
         found = {} if self.planes else {"data": q}
         codes = (_pad_last(q, block[1]) + (self.largest + 1)).astype(jnp.uint8)
         for name, bits in self.planes:
@@ -304,10 +352,12 @@ class NVFP4(Format):
 
     Two codes in a byte, even k in the low half. scale_2 is absmax / (6 * 448), 1 for zeros, and scale is
     absmax / (6 * scale_2) of the group. It rounds to 0, and the group with it, where absmax is below
-    2^-10 / 448 of the expert's.
+    2^-10 / 448 of the expert's. `factors` are other multiples of the group's absmax to try: the one with the
+    least squared error is taken.
     """
 
     group: int = 16
+    factors: tuple[float, ...] = ()
 
     def buffers(self, shape: Shape) -> Buffers:
         *experts, f, d = shape
@@ -320,14 +370,23 @@ class NVFP4(Format):
 
     def quantize(self, values: Float[Array, "*E F D"]) -> dict[str, Array]:
         values = wide(values)
-        most = _block_max(values, (1, self.group))
+        block = (1, self.group)
+        most = _block_max(values, block)
         smallest = E2M1.smallest * E4M3.smallest
         scale_2 = _scale(most.max((-2, -1)), E2M1.largest * E4M3.largest, smallest)
         unit = scale_2[..., None, None]
-        scale = E4M3.encode(_divide(most, E2M1.largest * unit))
-        product = E4M3.decode(scale) * unit
-        product = jnp.where(product == 0, jnp.inf, product)
-        codes = E2M1.encode(_divide(values, _spread(product, (1, self.group), values.shape)))
+
+        def codes_and_scale(most: Array) -> tuple[Array, Array]:
+            scale = E4M3.encode(_divide(most, E2M1.largest * unit))
+            product = E4M3.decode(scale) * unit
+            product = jnp.where(product == 0, jnp.inf, product)
+            return E2M1.encode(_divide(values, _spread(product, block, values.shape))), scale
+
+        def rounded(most: Array) -> Array:
+            codes, scale = codes_and_scale(most)
+            return E2M1.decode(codes) * _spread(E4M3.decode(scale) * unit, block, values.shape)
+
+        codes, scale = codes_and_scale(_least_error(values, most, block, self.factors, rounded))
         return {
             "data": pack_bits(_pad_last(codes, self.group), 4, jnp.uint8),
             "scale": scale,
@@ -349,10 +408,10 @@ FORMATS: dict[str, Format] = {
         Plain("float64", jnp.float64),  # for numerical derivatives, under jax_enable_x64
         Integers("int8", jnp.float32, 127, None, jnp.float32),
         Integers("int8_g64", jnp.float32, 127, 64, jnp.bfloat16),
-        Integers("int4_g64", jnp.float32, 7, 64, jnp.bfloat16, (("data", 4),)),
-        Integers("int3_g64", jnp.float32, 3, 64, jnp.bfloat16, (("low", 2), ("high", 1))),
+        Integers("int4_g64", jnp.float32, 7, 64, jnp.bfloat16, (("data", 4),), _SHRINK),
+        Integers("int3_g64", jnp.float32, 3, 64, jnp.bfloat16, (("low", 2), ("high", 1)), _SHRINK),
         FP8("fp8", jnp.float32),
         MXFP8("mxfp8", jnp.float32),
-        NVFP4("nvfp4", jnp.float32),
+        NVFP4("nvfp4", jnp.float32, factors=(*_SHRINK, 1.5)),  # 1.5: the largest is 4 and not 6
     )
 }

@@ -1,5 +1,6 @@
 """Weight formats against float64 numpy and ml_dtypes, which share no code with them."""
 
+import dataclasses
 import math
 
 import jax
@@ -16,7 +17,7 @@ from mmx_jax.model import abstract_model
 from mmx_jax.params import Weight
 from mmx_jax.plan import memory_plan
 from mmx_jax.recipes import Recipe
-from pallas_kernels.formats import FORMATS, pack_bits, unpack_bits
+from pallas_kernels.formats import FORMATS, Format, pack_bits, unpack_bits
 from pallas_kernels.qtensor import QTensor
 
 E4M3, E2M1, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu
@@ -28,7 +29,16 @@ TINY = 2.0**-126
 every = pytest.mark.parametrize("name", QUANTISED)
 integers = pytest.mark.parametrize("name", LARGEST)
 
-quantize = {name: jax.jit(FORMATS[name].quantize) for name in FORMATS}
+SEARCHED = ["int4_g64", "int3_g64", "nvfp4"]
+FACTORS = (1, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
+
+
+def to_nearest(name: str) -> Format:
+    """The format without its search for better scales."""
+    return dataclasses.replace(FORMATS[name], factors=()) if name in SEARCHED else FORMATS[name]
+
+
+quantize = {name: jax.jit(to_nearest(name).quantize) for name in FORMATS}
 dequantize = {name: jax.jit(FORMATS[name].dequantize, static_argnums=1) for name in FORMATS}
 
 
@@ -84,17 +94,23 @@ def nearest(x: np.ndarray, dtype: type, n_codes: int) -> np.ndarray:
     return np.copysign(numbers[code + odd_tie], x)
 
 
-def definition(name: str, w: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
-    """Scales as stored, unpacked codes (integers, or float64 numbers) and a bound on |w - dequantised|."""
+def definition(
+    name: str, w: np.ndarray, factor: float = 1
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Scales as stored, unpacked codes (integers, or float64 numbers) and a bound on |w - dequantised|.
+
+    `factor`: scales for so much of each group's largest magnitude.
+    """
     w = w.astype(np.float64)
     if name in LARGEST:
         block = (1, GROUP[name] or w.shape[-1])
-        most = block_max(w, block)
+        most = block_max(w, block) * factor
         scale = np.where(most == 0, 1, most / LARGEST[name]).astype(np.float32)
         scale = scale.astype(BF16) if GROUP[name] else scale
         s = spread(scale.astype(np.float64), block, w.shape)
         codes = np.clip(np.rint(w / s), -LARGEST[name], LARGEST[name])
-        return {"scale": scale if GROUP[name] else scale[..., 0]}, codes, s / 2
+        bound = np.maximum(s / 2, np.abs(w) - LARGEST[name] * s)
+        return {"scale": scale if GROUP[name] else scale[..., 0]}, codes, bound
     if name == "fp8":
         most = block_max(w, (128, 128))
         scale = np.where(most == 0, 1, most / 448).astype(np.float32)
@@ -116,7 +132,7 @@ def definition(name: str, w: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndar
     total = most.max((-2, -1))
     scale_2 = np.where(total == 0, 1, total / (6 * 448)).astype(np.float32)
     s_2 = scale_2.astype(np.float64)[..., None, None]
-    scale = nearest(most / (6 * s_2), E4M3, 127).astype(E4M3)
+    scale = nearest(most * factor / (6 * s_2), E4M3, 127).astype(E4M3)
     s = spread(scale.astype(np.float64) * s_2, (1, 16), w.shape)
     x = np.divide(w, s, out=np.zeros_like(w), where=s > 0)
     codes = nearest(x, E2M1, 8)
@@ -172,6 +188,47 @@ def test_quantises_as_defined(name: str, shape: tuple[int, ...], magnitude: floa
     slack = 1 + 2.0**-22  # scales and products are rounded to float32
     assert np.all(np.abs(values - w) <= bound * slack + np.abs(values) * 2.0**-24)
     assert not values[..., 1, :].any()
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_scales_are_those_that_lose_least(name: str):
+    """Each group has the scale of one of the factors, and no other loses less squared error."""
+    w = sample(*SHAPE, seed=5)
+    group = GROUP.get(name, 16)
+    assert group is not None
+    got = numpy_of(jax.jit(FORMATS[name].quantize)(w))
+    found = decoded(name, got, w.shape).astype(np.float64)
+    factors = (*FACTORS, 1.5) if name == "nvfp4" else FACTORS
+    tried, scales = [], []
+    for factor in factors:
+        stored, codes, _ = definition(name, w, factor)
+        scale = stored["scale"].view(E4M3) if name == "nvfp4" else stored["scale"]
+        unit = stored["scale_2"].astype(np.float64)[..., None, None] if name == "nvfp4" else 1
+        tried.append(codes * spread(scale.astype(np.float64) * unit, (1, group), w.shape))
+        scales.append(stored["scale"])
+
+    def errors(values: np.ndarray) -> np.ndarray:
+        squares = np.pad((w - values) ** 2, [(0, 0), (0, 0), (0, -w.shape[-1] % group)])
+        return squares.reshape(*w.shape[:-1], -1, group).sum(-1)
+
+    least = np.min([errors(values) for values in tried], axis=0)
+    np.testing.assert_array_less(
+        errors(found), least * (1 + 1e-5) + 1e-30
+    )  # float32 sums of up to 64 squares
+    chosen = [np.asarray(got["scale"] == scale) for scale in scales]
+    assert np.any(chosen, axis=0).all()
+    assert len([c for c in chosen if c.any()]) >= 6  # the sample needs many of them
+
+
+@pytest.mark.parametrize(("name", "share"), [("int4_g64", 0.94), ("int3_g64", 0.84), ("nvfp4", 0.89)])
+def test_the_search_is_worth_it(name: str, share: float):
+    """Root mean square error on normal weights, of that without the search."""
+    w = np.random.default_rng(1).normal(size=(64, 1024)).astype(np.float32)
+    searched, plain = (
+        np.square(decoded(name, numpy_of(form.quantize(jnp.asarray(w))), w.shape) - w).sum()
+        for form in (FORMATS[name], to_nearest(name))
+    )
+    assert (searched / plain) ** 0.5 < share
 
 
 @every
@@ -445,7 +502,7 @@ def test_a_weight_of_the_model_takes_the_format():
     weight = Weight(SHAPE, name, rngs=nnx.Rngs(0))
     w = sample(*SHAPE)
     weight.set(jnp.asarray(w))
-    expected = decoded(name, numpy_of(quantize[name](w)), w.shape)
+    expected = decoded(name, numpy_of(FORMATS[name].quantize(jnp.asarray(w))), w.shape)
     np.testing.assert_array_equal(np.asarray(weight.tensor().dequantize()), expected)
 
 
