@@ -40,6 +40,17 @@ def test_the_indexer_has_8_bits_or_more(name: str) -> None:
     ("content", "message"),
     [
         ({"formats": {"*": "int4_g64"}}, "the indexer would be held in int4_g64"),
+        (
+            {"formats": {"*.indexer.k": "int3_g64", "*": "int8"}},
+            "the indexer would be held in int3_g64",
+        ),
+        (
+            {"formats": {"*.moe.*": "int4_g64", "*": "int8"}},
+            "'*.moe.*' asks for layers.0.moe.router.weight in int4_g64, which is never quantised",
+        ),
+        ({"formats": {"*.bias": "fp8", "*": "int8"}}, "asks for layers.0.moe.router.bias in fp8"),
+        ({"formats": {"*norm*": "int8", "*": "int8"}}, "asks for layers.0.input_norm.weight in int8"),
+        ({"formats": {"emb*": "int8", "*": "int8"}}, "asks for embed in int8"),
         ({"formats": {"*": "int5"}}, "format 'int5' is none of bfloat16"),
         ({"formats": {"*.mlp.*": "int8"}}, 'the last pattern "*"'),
         ({"formats": []}, 'the last pattern "*"'),
@@ -53,6 +64,12 @@ def test_a_wrong_recipe_is_refused_by_name(content: dict, message: str, tmp_path
         recipes.load(str(file))
     assert str(file) in str(error.value)
     assert message in str(error.value)
+
+
+def test_what_is_never_quantised_may_be_named_and_kept(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"formats": {"*.moe.router.*": "float32", "*": "int8"}}))
+    assert recipes.load(str(file)).format_of("head") == "int8"
 
 
 def test_an_unknown_recipe_is_refused() -> None:
