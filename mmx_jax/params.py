@@ -1,6 +1,6 @@
 """How weights are held in the module tree, and the tree's parameters by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.formats import FORMATS, Plain
+from pallas_kernels.formats import FORMATS, Plain, Shape
 from pallas_kernels.ops import Ops
 from pallas_kernels.qk_norm_rope.reference import rms_norm
 from pallas_kernels.qtensor import QTensor
@@ -41,7 +41,10 @@ class Weight(nnx.Module):
         """Replace the weight by `values`, quantised to its format."""
         form = FORMATS[self.format]
         # Plain numbers need no scratch memory, and no program to be compiled.
-        buffers = form.quantize(values) if isinstance(form, Plain) else _quantize(self.format, values)
+        self.hold(form.quantize(values) if isinstance(form, Plain) else _quantize(self.format, values))
+
+    def hold(self, buffers: Mapping[str, Array]) -> None:
+        """Replace the weight by buffers of its format."""
         for name, buffer in buffers.items():
             setattr(self, name, nnx.Param(buffer))
 
@@ -105,33 +108,55 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps).astype(x.dtype)
 
 
-def parameters(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
+def formats_and_shapes(model: nnx.Module) -> dict[str, tuple[str, Shape]]:
     """Every parameter of an (abstract) model by its path, such as `layers.3.attention.q`.
 
     A weight is one parameter whatever arrays it has, with its logical shape.
     """
-    found: dict[str, jax.ShapeDtypeStruct] = {}
+    found: dict[str, tuple[str, Shape]] = {}
     for path, module in nnx.iter_modules(model):
         prefix = "".join(f"{part}." for part in path)
         if isinstance(module, AnyWeight):
-            found[prefix[:-1]] = jax.ShapeDtypeStruct(module.shape, FORMATS[module.format].dtype)
+            found[prefix[:-1]] = module.format, module.shape
         else:
             found |= {
-                prefix + name: jax.ShapeDtypeStruct(value.shape, value.dtype)
+                prefix + name: (value.dtype.name, value.shape)
                 for name, value in vars(module).items()
                 if isinstance(value, nnx.Param)
             }
     return found
 
 
+def parameters(model: nnx.Module) -> dict[str, jax.ShapeDtypeStruct]:
+    """Every parameter with the dtype that its numbers come in."""
+    return {
+        path: jax.ShapeDtypeStruct(shape, FORMATS[form].dtype)
+        for path, (form, shape) in formats_and_shapes(model).items()
+    }
+
+
 def assign(model: nnx.Module, path: str, values: Array) -> None:
-    """Set the parameter at `path` (as `parameters` names it)."""
-    *parents, name = path.split(".")
-    node = model
-    for part in parents:
-        node = node[int(part)] if part.isdigit() else getattr(node, part)  # pyright: ignore[reportIndexIssue]
-    target = getattr(node, name)
-    if isinstance(target, Weight):
+    """Set the parameter at `path` (as `parameters` names it), rounded to its format."""
+    node, name = _parent(model, path)
+    if isinstance(target := getattr(node, name), Weight):
         target.set(values)
     else:
         setattr(node, name, nnx.Param(values))
+
+
+def hold(model: nnx.Module, path: str, buffers: Mapping[str, Array]) -> None:
+    """Set the parameter at `path` to buffers of its format, or to numbers of another plain format."""
+    node, name = _parent(model, path)
+    target = getattr(node, name)
+    if isinstance(target, Weight) and not isinstance(FORMATS[target.format], Plain):
+        target.hold(buffers)
+    else:
+        assign(model, path, buffers["data"])
+
+
+def _parent(model: nnx.Module, path: str) -> tuple[Any, str]:
+    *parents, name = path.split(".")
+    node: Any = model
+    for part in parents:
+        node = node[int(part)] if part.isdigit() else getattr(node, part)
+    return node, name

@@ -64,6 +64,11 @@ class Checkpoint:
         count = (info.end - info.begin) // dtype.itemsize
         return np.frombuffer(self._maps[info.file], dtype, count, info.begin).reshape(info.shape)
 
+    def head(self, name: str, n_bytes: int) -> bytes:
+        """The first bytes of a tensor."""
+        info = self.tensors[name]
+        return self._maps[info.file][info.begin : min(info.begin + n_bytes, info.end)]
+
     def release(self, name: str) -> None:
         """Give the tensor's pages back to the system; views stay valid and read the file again."""
         info = self.tensors[name]

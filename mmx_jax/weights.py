@@ -150,24 +150,46 @@ class LoadPlan:
             total += sum(info.end - info.begin for info in infos) // (2 if piece.half else 1)
         return total
 
-    def read(self, path: str) -> np.ndarray:
+    def read(self, path: str, expert: int | None = None, rows: slice = slice(None)) -> np.ndarray:
         """The parameter in its shape and dtype, decoded in fp32 and rounded once, to nearest even.
 
+        `expert` reads the matrix of one expert only, and `rows` a slice of its rows, or of a single matrix.
         Takes host memory for the result and little more. Raises CheckpointError naming the tensor where a
         value is NaN, infinite or beyond the range of fp32 or of the dtype.
         """
         parameter = self._parameters[path]
-        out = np.empty(parameter.shape, parameter.dtype)
-        targets = list(out) if parameter.per_expert else [out]
+        if expert is not None:
+            piece, source = self._piece(parameter, expert)
+            out = np.empty(parameter.shape[1:], parameter.dtype)[rows]
+            self._read_piece(piece, source, rows, out)
+            return out
+        out = np.empty(parameter.shape, parameter.dtype)[rows]
+        if not parameter.per_expert:
+            self._read_piece(parameter.pieces[0], None, rows, out)
+            return out
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # numpy works outside the lock: experts side by side
-            list(pool.map(self._read_piece, parameter.pieces, targets))
+            list(pool.map(lambda piece, to: self._read_piece(piece, None, rows, to), parameter.pieces, out))
         return out
 
-    def _read_piece(self, piece: _Piece, out: np.ndarray) -> None:
+    def codes(self, path: str, expert: int | None = None) -> list[np.ndarray]:
+        """The tensor of the parameter (or of one expert) as the file has it, then its scale tensors."""
+        piece, source = self._piece(self._parameters[path], expert)
+        arrays = [self.checkpoint.read(name) for name in piece.tensors]
+        return arrays if source is None else [array[source] for array in arrays]
+
+    @staticmethod
+    def _piece(parameter: _Parameter, expert: int | None) -> tuple[_Piece, int | None]:
+        """The piece that holds an expert, and its index in there if the piece holds them all."""
+        if parameter.per_expert:
+            return parameter.pieces[expert or 0], None
+        return parameter.pieces[0], expert
+
+    def _read_piece(self, piece: _Piece, expert: int | None, rows: slice, out: np.ndarray) -> None:
         weight, *scales = (self.checkpoint.read(name) for name in piece.tensors)
+        weight = weight if expert is None else weight[expert]
         # A stacked source is walked expert by expert, so that temporaries stay small.
         for source, matrix in zip(weight, out, strict=True) if weight.ndim == 3 else [(weight, out)]:
-            if not _decode(piece, source, scales, matrix):
+            if not _decode(piece, source, scales, rows.start or 0, matrix):
                 raise CheckpointError(self._fault(piece, out.dtype))
         for name in piece.tensors:
             self.checkpoint.release(name)
@@ -395,16 +417,18 @@ def _decode_rows(
         out[...] = weight[rows]
 
 
-def _decode(piece: _Piece, weight: np.ndarray, scales: list[np.ndarray], out: np.ndarray) -> bool:
-    """Decode one matrix (or vector) into `out`, some rows at a time; False if not all is finite."""
+def _decode(piece: _Piece, weight: np.ndarray, scales: list[np.ndarray], first: int, out: np.ndarray) -> bool:
+    """Decode a matrix (or vector) from row `first` on into `out`, in chunks; False if not all is finite."""
     if piece.half:
-        weight = weight[: len(out)] if piece.half == "gate" else weight[len(out) :]
+        half = len(weight) // 2
+        weight = weight[:half] if piece.half == "gate" else weight[half:]
     step = max(1, _CHUNK // math.prod(out.shape[1:]))
     for begin in range(0, len(out), step):
-        rows = slice(begin, begin + step)
+        target = out[begin : begin + step]
+        rows = slice(first + begin, first + begin + len(target))
         with np.errstate(over="ignore", invalid="ignore"):
-            _decode_rows(piece.format, rows, weight, scales, out[rows])
-        if not _all_finite(out[rows]):
+            _decode_rows(piece.format, rows, weight, scales, target)
+        if not _all_finite(target):
             return False
     return True
 

@@ -14,7 +14,7 @@ Dequantising is exact for any buffers whose products are float32 normals, and ro
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +32,24 @@ Buffers = dict[str, jax.ShapeDtypeStruct]
 
 @dataclass(frozen=True)
 class Format(ABC):
-    """One way to store a weight. `dtype` is the dtype that numbers come in and out as."""
+    """One way to store a weight. `dtype` is the dtype that numbers come in and out as.
+
+    `factors` are multiples of a group's largest magnitude, beside 1, that `quantize` tries to make its scale
+    for: the one with the least squared error is taken.
+    """
 
     name: str
     dtype: DTypeLike
+    factors: tuple[float, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
     def buffers(self, shape: Shape) -> Buffers:
         """The buffers of a tensor of this logical shape."""
+
+    @property
+    def rows(self) -> int | None:
+        """Rows that share a scale: so many at a time quantise as all do. None: all rows of an expert."""
+        return 1
 
     @abstractmethod
     def quantize(self, values: Float[Array, "*E F D"]) -> dict[str, Array]:
@@ -227,15 +237,13 @@ class Integers(Format):
 
     The scale is absmax / largest rounded to its dtype, 1 for zeros. q is an int8 `data`, or q + largest + 1
     in planes of bits, from the low bits up, in 32-bit words with the lowest k in the lowest bits; a last
-    group that is not full is padded with q = 0. |w - q * scale| <= scale / 2 without `factors`, which are
-    other multiples of absmax to try: the one with the least squared error is taken.
+    group that is not full is padded with q = 0. |w - q * scale| <= scale / 2 without `factors`.
     """
 
     largest: int
     group: int | None  # None: the whole row
     scale_dtype: DTypeLike
     planes: tuple[tuple[str, int], ...] = ()  # (buffer, bits)
-    factors: tuple[float, ...] = ()
 
     def _block(self, shape: Shape) -> tuple[int, int]:
         return 1, self.group or shape[-1]
@@ -295,6 +303,10 @@ class FP8(Format):
 
     block: tuple[int, int] = (128, 128)
 
+    @property
+    def rows(self) -> int:
+        return self.block[0]
+
     def buffers(self, shape: Shape) -> Buffers:
         *experts, f, d = shape
         blocks = (*experts, -(-f // self.block[0]), -(-d // self.block[1]))
@@ -352,12 +364,14 @@ class NVFP4(Format):
 
     Two codes in a byte, even k in the low half. scale_2 is absmax / (6 * 448), 1 for zeros, and scale is
     absmax / (6 * scale_2) of the group. It rounds to 0, and the group with it, where absmax is below
-    2^-10 / 448 of the expert's. `factors` are other multiples of the group's absmax to try: the one with the
-    least squared error is taken.
+    2^-10 / 448 of the expert's.
     """
 
     group: int = 16
-    factors: tuple[float, ...] = ()
+
+    @property
+    def rows(self) -> None:
+        return None
 
     def buffers(self, shape: Shape) -> Buffers:
         *experts, f, d = shape
@@ -408,8 +422,8 @@ FORMATS: dict[str, Format] = {
         Plain("float64", jnp.float64),  # for numerical derivatives, under jax_enable_x64
         Integers("int8", jnp.float32, 127, None, jnp.float32),
         Integers("int8_g64", jnp.float32, 127, 64, jnp.bfloat16),
-        Integers("int4_g64", jnp.float32, 7, 64, jnp.bfloat16, (("data", 4),), _SHRINK),
-        Integers("int3_g64", jnp.float32, 3, 64, jnp.bfloat16, (("low", 2), ("high", 1)), _SHRINK),
+        Integers("int4_g64", jnp.float32, 7, 64, jnp.bfloat16, (("data", 4),), factors=_SHRINK),
+        Integers("int3_g64", jnp.float32, 3, 64, jnp.bfloat16, (("low", 2), ("high", 1)), factors=_SHRINK),
         FP8("fp8", jnp.float32),
         MXFP8("mxfp8", jnp.float32),
         NVFP4("nvfp4", jnp.float32, factors=(*_SHRINK, 1.5)),  # 1.5: the largest is 4 and not 6

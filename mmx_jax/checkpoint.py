@@ -1,0 +1,321 @@
+"""A converted checkpoint: the model's parts in the canonical layout, and a manifest of what is complete.
+
+    manifest.json    every parameter's format, shape, bytes, error and digests, by part
+    recipe.json, config.json, tokenizer files ..
+    parts/layers.3/  an Orbax checkpoint for each part of the model: embed, layers.0 .., norm, head
+
+Owns the files. The manifest is the truth: a part is there once the manifest names it, and it is written only
+after the part's files are on the disk. Nothing here depends on a kernel's tiles or on the number of devices.
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from mmx_jax.config import read_json
+from mmx_jax.errors import CheckpointError
+from pallas_kernels.formats import FORMATS, Shape
+
+MANIFEST, RECIPE, PARTS = "manifest.json", "recipe.json", "parts"
+VERSION = 1
+
+# It reports on OCDBT files at every save, of which there are none.
+logging.getLogger("absl").addFilter(lambda record: "OCDBT" not in record.getMessage())
+
+Buffers = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter: its format, logical shape and bytes, and the sha256 of each buffer.
+
+    `rms_error` is that of all numbers, as a share of their root mean square; `rms_error_nearest` is what it
+    would be with every scale made for its group's largest magnitude.
+    """
+
+    format: str
+    shape: Shape
+    bytes: int
+    rms_error: float
+    rms_error_nearest: float
+    digests: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a converted checkpoint was made of, and its complete parts.
+
+    `sources` has the fingerprint of what was converted under "all", and under the name of a part of every
+    layer, such as "indexer", that of what was added later.
+    """
+
+    recipe: str  # its digest
+    attention: str  # "dense": the indexer was left out
+    sources: dict[str, str]
+    parts: dict[str, dict[str, Entry]]
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Every parameter by its path."""
+        return {path: entry for part in self.parts.values() for path, entry in part.items()}
+
+    @cached_property
+    def part_of(self) -> dict[str, str]:
+        return {path: name for name, part in self.parts.items() for path in part}
+
+    @staticmethod
+    def read(directory: Path) -> "Manifest":
+        """From a directory; CheckpointError says what is wrong with the file."""
+        file = directory / MANIFEST
+        data = read_json(file)
+        if data.get("version") != VERSION:
+            raise CheckpointError(f"{file}: version {data.get('version')!r}, this program reads {VERSION}")
+        try:
+            parts = {
+                name: {
+                    path: Entry(**{**fields, "shape": tuple(fields["shape"])})
+                    for path, fields in part.items()
+                }
+                for name, part in data["parts"].items()
+            }
+            return Manifest(data["recipe"], data["attention"], dict(data["sources"]), parts)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{file}: not a manifest of this version: {error!r} is missing or wrong"
+            ) from None
+
+    def write(self, directory: Path) -> None:
+        data = {"version": VERSION, **dataclasses.asdict(self)}
+        write_file(directory / MANIFEST, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def part_of(path: str) -> str:
+    """The part of the model that a parameter belongs to, such as `layers.3`, `head` or `norm`."""
+    return ".".join(path.split(".")[: 2 if path.startswith("layers.") else 1])
+
+
+def is_converted(directory: Path) -> bool:
+    return (directory / MANIFEST).is_file()
+
+
+def write_file(file: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    beside = file.with_name(file.name + ".partial")
+    with beside.open("wb") as handle:
+        handle.write(content)
+        handle.flush()
+        os.fsync(handle.fileno())
+    beside.rename(file)
+
+
+# --- Writing ---
+
+
+class Writer:
+    """Adds parts to a directory. One process at a time: another one is refused."""
+
+    def __init__(self, directory: Path, manifest: Manifest):
+        """Goes on with the parts that the directory's manifest has; the caller has compared the rest."""
+        self.directory = directory
+        self._lock = os.open(directory, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise CheckpointError(f"{directory}: another conversion is writing to it") from None
+        parts = Manifest.read(directory).parts if is_converted(directory) else {}
+        self.manifest = dataclasses.replace(manifest, parts=parts)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator["PartWriter"]:
+        """Write one part; it counts when the block ends without an error, and leaves nothing otherwise."""
+        place = self.directory / PARTS / name
+        self._remove(place)
+        writer = PartWriter(place)
+        try:
+            yield writer
+            writer.finish()
+        except BaseException as error:
+            self._remove(place)
+            if isinstance(error, OSError) or _of_storage(error):
+                raise CheckpointError(f"{place}: could not be written: {_first_line(error)}") from error
+            raise
+        parts = {**self.manifest.parts, name: writer.entries}
+        self.manifest = dataclasses.replace(self.manifest, parts=parts)
+        self.manifest.write(self.directory)
+
+    @staticmethod
+    def _remove(place: Path) -> None:
+        """What an attempt to write the part may have left."""
+        for left in (place, place.with_name(place.name + ".partial_save")):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+class PartWriter:
+    """Collects the parameters of one part, each written as it comes, so that only one is in memory."""
+
+    def __init__(self, place: Path):
+        self.place = place
+        self.entries: dict[str, Entry] = {}
+
+    def add(self, path: str, format: str, shape: Shape, buffers: Buffers, rms: tuple[float, float]) -> None:
+        """Write a parameter; `rms` are the errors as the manifest has them."""
+        digests = {name: _digest(buffer) for name, buffer in buffers.items()}
+        n_bytes = sum(buffer.nbytes for buffer in buffers.values())
+        self.entries[path] = Entry(format, shape, n_bytes, *rms, digests)
+        with _orbax():
+            ocp.partial.save(str(self.place), {path: dict(buffers)})
+
+    def finish(self) -> None:
+        with _orbax():
+            ocp.partial.finalize(str(self.place))
+        # On the disk before the manifest names the part.
+        for file in (*self.place.rglob("*"), self.place, self.place.parent):
+            handle = os.open(file, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+
+
+def _orbax() -> ocp.Context:
+    """Plain files: OCDBT names them at random, and decompressing takes ten times as long as reading."""
+    context = ocp.Context()
+    saving = context.array.saving
+    saving.use_ocdbt, saving.use_zarr3, saving.use_compression = False, False, False
+    context.pytree.loading.partial_load = True
+    return context
+
+
+def _digest(buffer: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(buffer).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _of_storage(error: BaseException) -> bool:
+    """Whether Orbax failed on files: it raises ValueError and the like, with the cause in the message."""
+    return isinstance(error, (ValueError, RuntimeError, KeyError)) and not isinstance(error, CheckpointError)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]
+
+
+# --- Reading ---
+
+
+class Converted:
+    """A converted checkpoint, restored by parameter.
+
+    `wanted` gives the format and logical shape of every parameter that will be read; the manifest must have
+    them all like that, and nothing else that `skipped` gives no reason for. Raises one CheckpointError that
+    lists what does not fit.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        wanted: Mapping[str, tuple[str, Shape]],
+        skipped: Callable[[str], str | None],
+    ):
+        self.directory, self.manifest = directory, Manifest.read(directory)
+        entries = self.manifest.entries
+        self.paths = list(wanted)
+        self.formats = {path: entries[path].format for path in wanted if path in entries}
+        self.skipped: dict[str, list[str]] = {}
+        problems = []
+        for path in entries.keys() - wanted.keys():
+            if (reason := skipped(path)) is not None:
+                self.skipped.setdefault(reason, []).append(path)
+            else:
+                problems.append(f"{path} is not part of the model")
+        for path, (form, shape) in wanted.items():
+            entry = entries.get(path)
+            if entry is None:
+                problems.append(f"{path} is missing")
+            elif (entry.format, entry.shape) != (form, shape):
+                problems.append(
+                    f"{path} is {entry.format} {list(entry.shape)}, the model takes {form} {list(shape)}"
+                )
+        if problems:
+            more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
+            lost = "; dense attention has to be asked for explicitly (--attention dense)"
+            raise CheckpointError(
+                f"{directory / MANIFEST}: does not fit the model: {'; '.join(sorted(problems)[:10])}{more}"
+                + (lost if any(".indexer." in p and "missing" in p for p in problems) else "")
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(self.source_bytes, self.paths))
+
+    def source_bytes(self, path: str) -> int:
+        return self.manifest.entries[path].bytes
+
+    def restore(
+        self, paths: list[str], sharding: Callable[[str, str], Sharding]
+    ) -> dict[str, dict[str, jax.Array]]:
+        """The buffers of parameters of one part, each straight to where `sharding(path, buffer)` says."""
+        return restore(self.directory, self.manifest, paths, sharding)
+
+
+def restore(
+    directory: Path, manifest: Manifest, paths: list[str], sharding: Callable[[str, str], Sharding]
+) -> dict[str, dict[str, jax.Array]]:
+    """See `Converted.restore`. Raises CheckpointError naming the part whose files are damaged."""
+    found: dict[str, dict[str, jax.Array]] = {}
+    for part in dict.fromkeys(manifest.part_of[path] for path in paths):
+        place = directory / PARTS / part
+        wanted: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
+        for path in paths:
+            if manifest.part_of[path] == part:
+                entry = manifest.entries[path]
+                wanted[path] = {
+                    name: jax.ShapeDtypeStruct(b.shape, b.dtype, sharding=sharding(path, name))
+                    for name, b in FORMATS[entry.format].buffers(entry.shape).items()
+                }
+        try:
+            with _orbax():
+                found |= ocp.load(str(place), wanted)
+        except Exception as error:  # whatever storage libraries make of broken files
+            raise CheckpointError(f"{place}: damaged or not complete: {_first_line(error)}") from error
+    return found
+
+
+def verify(directory: Path, progress: Callable[[str, int, int], None]) -> int:
+    """Read every array again and compare its digest; the bytes read. CheckpointError lists what differs."""
+    manifest = Manifest.read(directory)
+    host = SingleDeviceSharding(jax.devices("cpu")[0])
+    total = sum(entry.bytes for entry in manifest.entries.values())
+    done, wrong = 0, []
+    for path, entry in manifest.entries.items():
+        progress("verifying", done, total)
+        try:
+            buffers = restore(directory, manifest, [path], lambda *_: host)[path]
+        except CheckpointError as error:
+            wrong.append(str(error))
+            continue
+        wrong += [
+            f"{directory / PARTS / manifest.part_of[path]}: {path}: {name} is not what was written"
+            for name, buffer in buffers.items()
+            if _digest(np.asarray(buffer)) != entry.digests.get(name)
+        ]
+        done += entry.bytes
+    progress("verifying", total, total)
+    if wrong:
+        raise CheckpointError(f"{len(wrong)} of {len(manifest.entries)} parameters: {'; '.join(wrong[:5])}")
+    return total
