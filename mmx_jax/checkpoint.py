@@ -28,7 +28,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from mmx_jax.config import read_json
 from mmx_jax.errors import CheckpointError
-from pallas_kernels.formats import FORMATS, Shape
+from pallas_kernels.formats import FORMATS, Plain, Shape
 
 MANIFEST, RECIPE, PARTS = "manifest.json", "recipe.json", "parts"
 VERSION = 1
@@ -155,7 +155,7 @@ class Writer:
         except BaseException as error:
             self._remove(place)
             if isinstance(error, OSError) or _of_storage(error):
-                raise CheckpointError(f"{place}: could not be written: {_first_line(error)}") from error
+                raise CheckpointError(f"{place}: could not be written: {_cause(error)}") from error
             raise
         parts = {**self.manifest.parts, name: writer.entries}
         self.manifest = dataclasses.replace(self.manifest, parts=parts)
@@ -211,8 +211,11 @@ def _of_storage(error: BaseException) -> bool:
     return isinstance(error, (ValueError, RuntimeError, KeyError)) and not isinstance(error, CheckpointError)
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300]
+def _cause(error: BaseException) -> str:
+    """What went wrong at the bottom, without the details that tensorstore adds in brackets."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return (str(error).strip().split("\n")[0].split(" [")[0] or type(error).__name__)[:300]
 
 
 # --- Reading ---
@@ -222,41 +225,55 @@ class Converted:
     """A converted checkpoint, restored by parameter.
 
     `wanted` gives the format and logical shape of every parameter that will be read; the manifest must have
-    them all like that, and nothing else that `skipped` gives no reason for. Raises one CheckpointError that
-    lists what does not fit.
+    them all like that. `layers=N` skips the layers from N on, `indexer=False` the indexer. Raises one
+    CheckpointError that lists what does not fit.
     """
 
     def __init__(
         self,
         directory: Path,
         wanted: Mapping[str, tuple[str, Shape]],
-        skipped: Callable[[str], str | None],
+        *,
+        layers: int | None = None,
+        indexer: bool = True,
     ):
         self.directory, self.manifest = directory, Manifest.read(directory)
         entries = self.manifest.entries
-        self.paths = list(wanted)
+        by_part: dict[str, list[str]] = {}
+        for path in wanted:
+            by_part.setdefault(part_of(path), []).append(path)
+        self.paths = [path for paths in by_part.values() for path in paths]
         self.formats = {path: entries[path].format for path in wanted if path in entries}
         self.skipped: dict[str, list[str]] = {}
         problems = []
-        for path in entries.keys() - wanted.keys():
-            if (reason := skipped(path)) is not None:
-                self.skipped.setdefault(reason, []).append(path)
+        for path in sorted(entries.keys() - wanted.keys()):
+            layer = int(path.split(".")[1]) if path.startswith("layers.") else -1
+            if layers is not None and layer >= layers:
+                self.skipped.setdefault(f"only the first {layers} layers were asked for", []).append(path)
+            elif not indexer and ".indexer." in path:
+                self.skipped.setdefault("dense attention was asked for", []).append(path)
             else:
                 problems.append(f"{path} is not part of the model")
+        missing = [part for part, paths in by_part.items() if not any(path in entries for path in paths)]
+        if missing:
+            problems.append(f"the conversion is not complete, it lacks {', '.join(missing)}")
+        lost = ""
         for path, (form, shape) in wanted.items():
             entry = entries.get(path)
             if entry is None:
-                problems.append(f"{path} is missing")
-            elif (entry.format, entry.shape) != (form, shape):
+                if part_of(path) not in missing:
+                    problems.append(f"{path} is missing")
+                if ".indexer." in path:
+                    lost = "; dense attention has to be asked for explicitly (--attention dense)"
+            elif entry.shape != shape or not _interchangeable(entry.format, form):
                 problems.append(
                     f"{path} is {entry.format} {list(entry.shape)}, the model takes {form} {list(shape)}"
                 )
         if problems:
             more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-            lost = "; dense attention has to be asked for explicitly (--attention dense)"
             raise CheckpointError(
-                f"{directory / MANIFEST}: does not fit the model: {'; '.join(sorted(problems)[:10])}{more}"
-                + (lost if any(".indexer." in p and "missing" in p for p in problems) else "")
+                f"{directory / MANIFEST}: does not fit the model: {'; '.join(problems[:10])}{more}"
+                f"{'' if missing else lost}"
             )
 
     @property
@@ -271,6 +288,12 @@ class Converted:
     ) -> dict[str, dict[str, jax.Array]]:
         """The buffers of parameters of one part, each straight to where `sharding(path, buffer)` says."""
         return restore(self.directory, self.manifest, paths, sharding)
+
+
+def _interchangeable(stored: str, wanted: str) -> bool:
+    """Plain numbers become those of another plain format while they are loaded."""
+    plain = [isinstance(FORMATS.get(name), Plain) for name in (stored, wanted)]
+    return stored == wanted or all(plain)
 
 
 def restore(
@@ -292,7 +315,7 @@ def restore(
             with _orbax():
                 found |= ocp.load(str(place), wanted)
         except Exception as error:  # whatever storage libraries make of broken files
-            raise CheckpointError(f"{place}: damaged or not complete: {_first_line(error)}") from error
+            raise CheckpointError(f"{place}: damaged: {_cause(error)}") from error
     return found
 
 
@@ -317,5 +340,9 @@ def verify(directory: Path, progress: Callable[[str, int, int], None]) -> int:
         done += entry.bytes
     progress("verifying", total, total)
     if wrong:
-        raise CheckpointError(f"{len(wrong)} of {len(manifest.entries)} parameters: {'; '.join(wrong[:5])}")
+        kinds = list(dict.fromkeys(wrong))
+        more = f"; and {len(kinds) - 5} more" if len(kinds) > 5 else ""
+        raise CheckpointError(
+            f"{len(wrong)} of {len(manifest.entries)} parameters are damaged: {'; '.join(kinds[:5])}{more}"
+        )
     return total

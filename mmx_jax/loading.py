@@ -1,7 +1,9 @@
-"""From a directory to a model: everything is checked and compiled before the first weight is read."""
+"""From a directory to a model: everything is checked first, then programs compile while weights are read."""
 
 import os
+import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -14,15 +16,16 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import DTypeLike
 
-from mmx_jax import chat, recipes, tokenizer
+from mmx_jax import chat, checkpoint, recipes, tokenizer
 from mmx_jax.chat import ChatTemplate
+from mmx_jax.checkpoint import Converted, part_of
 from mmx_jax.config import ModelConfig, bundled, read_json, token_ids
 from mmx_jax.engine import Engine, Program, Progress, silent
 from mmx_jax.errors import ConfigError, InputError, KernelError
 from mmx_jax.generate import Model, SamplingParams
 from mmx_jax.mesh import make_mesh, sharding
 from mmx_jax.model import M3, abstract_model, packed, random_model
-from mmx_jax.params import assign, parameters
+from mmx_jax.params import assign, formats_and_shapes, hold, parameters
 from mmx_jax.plan import memory_plan
 from mmx_jax.shards import open_checkpoint
 from mmx_jax.tokenizer import Tokenizer
@@ -83,7 +86,12 @@ class Source:
         self.default_length = min(config.max_position, DEFAULT_MAX_LENGTH)
         self.mesh: Mesh = make_mesh()
         self.ops(1, 1)  # a wrong choice is an error at once
+        self.is_converted = self.is_directory and checkpoint.is_converted(self.path)
         self.recipe = None if settings.recipe is None else recipes.load(settings.recipe)
+        if self.is_converted:
+            if settings.recipe is not None:
+                raise InputError(f"{path}: is converted already; its formats are those of its own recipe")
+            self.recipe = recipes.read(self.path / checkpoint.RECIPE)
         self.model = self.shapes(config)
 
     def shapes(self, config: ModelConfig) -> M3:
@@ -104,11 +112,13 @@ class Source:
         return packed(model) if self.ops(batch, 1).takes_packed else model
 
     @cached_property
-    def weights(self) -> LoadPlan:
-        """Which tensor of which file fills which parameter."""
-        indexer = self.settings.attention == "sparse"
-        checkpoint = open_checkpoint(self.path)
-        return plan_load(checkpoint, parameters(self.model), layers=self.settings.layers, indexer=indexer)
+    def weights(self) -> LoadPlan | Converted:
+        """Where every parameter comes from."""
+        layers, indexer = self.settings.layers, self.settings.attention == "sparse"
+        if self.is_converted:
+            return Converted(self.path, formats_and_shapes(self.model), layers=layers, indexer=indexer)
+        opened = open_checkpoint(self.path)
+        return plan_load(opened, parameters(self.model), layers=layers, indexer=indexer)
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -169,25 +179,44 @@ class Source:
         return self.engine(self.in_memory(model, batch), batch, max_length, progress).programs
 
     def load(self, batch: int = 1, max_length: int | None = None, progress: Progress = silent) -> Model:
-        """Compile, then read the weights one parameter at a time, each straight to its device."""
-        _ = self.weights  # what is wrong with them is an error before anything is compiled
+        """Compile, and meanwhile read the weights, each straight to its device."""
+        _ = self.weights, self.tokenizer, self.chat, self.sampling  # what is wrong is an error at once
         max_length = self.default_length if max_length is None else max_length
         shapes = self.in_memory(self.model, batch)
         memory_plan(shapes, batch, max_length).check(self.mesh)
-        engine = self.engine(shapes, batch, max_length, progress)
-        tree = self.read(self.ops(batch, 1).takes_packed, progress)
-        return Model(tree, engine, self.tokenizer, self.chat, self.sampling)
+        failed = threading.Event()
+
+        def watched(stage: str, done: int, total: int) -> None:
+            if failed.is_set():
+                raise InterruptedError
+            progress(stage, done, total)
+
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(self.read, self.ops(batch, 1).takes_packed, watched)
+            try:
+                engine = self.engine(shapes, batch, max_length, progress)
+                return Model(reading.result(), engine, self.tokenizer, self.chat, self.sampling)
+            except BaseException:
+                failed.set()  # the pool waits for the reader, which need not go on
+                raise
 
     def read(self, pack: bool, progress: Progress = silent) -> M3:
         """The weights, each straight to its device; where packed, each layer as soon as it is complete."""
         plan, model = self.weights, nnx.clone(self.model)
+        place = sharding(self.mesh)
         done = 0
-        for part, paths in groupby(plan.paths, key=_part):
-            for path in paths:
-                progress("loading", done, plan.nbytes)
-                value = jax.device_put(plan.read(path), sharding(self.mesh))
-                assign(model, path, value.block_until_ready())
-                done += plan.source_bytes(path)
+        for part, grouped in groupby(plan.paths, key=part_of):
+            progress("loading", done, plan.nbytes)
+            paths = list(grouped)
+            if isinstance(plan, Converted):
+                for path, buffers in plan.restore(paths, lambda *_: place).items():
+                    hold(model, path, buffers)
+                done += sum(map(plan.source_bytes, paths))
+            else:
+                for path in paths:
+                    assign(model, path, jax.device_put(plan.read(path), place).block_until_ready())
+                    done += plan.source_bytes(path)
+                    progress("loading", done, plan.nbytes)
             if pack:
                 model.pack(part)
         progress("loading", plan.nbytes, plan.nbytes)
@@ -206,7 +235,7 @@ class Source:
 
     @property
     def has_weights(self) -> bool:
-        return self.is_directory and any(self.path.glob("*.safetensors*"))
+        return self.is_converted or (self.is_directory and any(self.path.glob("*.safetensors*")))
 
     def _has(self, name: str) -> bool:
         return self.is_directory and (self.path / name).is_file()
@@ -267,11 +296,6 @@ def load(
     return Source(directory, Settings(dtype, kernels, attention, layers, recipe, kv_format)).load(
         batch, max_length, progress
     )
-
-
-def _part(path: str) -> str:
-    """The part of the model that a parameter belongs to, as `M3.pack` takes it."""
-    return ".".join(path.split(".")[: 2 if path.startswith("layers.") else 1])
 
 
 def _missing(path: str) -> str:
