@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmx_jax.errors import ConfigError
+from mmx_jax.errors import ConfigError, InputError
+
+ATTENTION = ("sparse", "dense")
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,13 @@ class ModelConfig:
             self, moe_layers=self.moe_layers[:count], sparse_layers=self.sparse_layers[:count]
         )
 
-    def with_dense_attention(self) -> "ModelConfig":
-        """The same model without block selection (and so without an indexer)."""
-        return dataclasses.replace(self, sparse_layers=(False,) * self.num_layers)
+    def with_attention(self, kind: str) -> "ModelConfig":
+        """The same model for "sparse"; for "dense" without block selection, and so without an indexer."""
+        if kind not in ATTENTION:
+            raise InputError(f"attention {kind!r}: expected {' or '.join(ATTENTION)}")
+        return (
+            self if kind == "sparse" else dataclasses.replace(self, sparse_layers=(False,) * self.num_layers)
+        )
 
     @classmethod
     def from_file(cls, path: Path) -> "ModelConfig":

@@ -82,9 +82,7 @@ def prepare(
         raise InputError(f"{source}: no such directory")
     if checkpoint.is_converted(source):
         raise CheckpointError(f"{source}: is converted already; convert from the original")
-    config = ModelConfig.from_dir(source)
-    if attention == "dense":
-        config = config.with_dense_attention()
+    config = ModelConfig.from_dir(source).with_attention(attention)
     first, last = layers or (0, config.num_layers)
     if not 0 <= first < last <= config.num_layers:
         raise InputError(f"layers {first}:{last}: the model has layers 0:{config.num_layers}")

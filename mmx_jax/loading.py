@@ -35,7 +35,6 @@ from pallas_kernels.ops import Ops, resolve
 from pallas_kernels.paging import PAGE_FORMATS
 
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
-ATTENTION = ("sparse", "dense")
 DEFAULT_MAX_LENGTH = 4096
 END_OF_TURN = "[e~["
 
@@ -57,8 +56,6 @@ class Settings:
         object.__setattr__(self, "dtype", DTYPES[self.dtype])
         if self.kv_format is not None and self.kv_format not in PAGE_FORMATS:
             raise InputError(f"kv_format {self.kv_format!r}: expected {' or '.join(PAGE_FORMATS)}")
-        if self.attention not in ATTENTION:
-            raise InputError(f"attention {self.attention!r}: expected {' or '.join(ATTENTION)}")
 
 
 class Source:
@@ -80,9 +77,7 @@ class Source:
         config = (ModelConfig.from_dir if self.is_directory else ModelConfig.from_file)(self.path)
         if settings.layers is not None:
             config = config.first_layers(settings.layers)
-        if settings.attention == "dense":
-            config = config.with_dense_attention()
-        self.config = config
+        self.config = config = config.with_attention(settings.attention)
         self.default_length = min(config.max_position, DEFAULT_MAX_LENGTH)
         self.mesh: Mesh = make_mesh()
         self.ops(1, 1)  # a wrong choice is an error at once

@@ -176,7 +176,7 @@ def test_enough_blocks_are_dense_attention() -> None:
     source = Source(GOLDENS / "tiny_vl", Settings("float32"))
     config = dataclasses.replace(source.config, top_blocks=13)
     everything = M3(config, "float32", rngs=nnx.Rngs(1))
-    dense = M3(config.with_dense_attention(), "float32", rngs=nnx.Rngs(2))
+    dense = M3(config.with_attention("dense"), "float32", rngs=nnx.Rngs(2))
     graphdef, _ = nnx.split(dense)
     state = nnx.state(everything)
     for layer in state["layers"].values():
