@@ -2,29 +2,15 @@
 
 import argparse
 import dataclasses
-import io
 import json
-import os
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
-
-from mmx_jax import versions
-from mmx_jax.errors import InputError, MmxError
+from mmx_jax import command, versions
+from mmx_jax.errors import InputError
 
 if TYPE_CHECKING:
     from mmx_jax.generate import Completion, Event, Model
@@ -33,13 +19,8 @@ if TYPE_CHECKING:
 MAX_BATCH = 32
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = _Parser(
+def parser() -> command.Parser:
+    p = command.Parser(
         prog="python -m mmx_jax.decode",
         description="Continue a prompt with a MiniMax-M3 checkpoint; without arguments, run a demo.",
     )
@@ -86,82 +67,16 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-class _Bars:
-    """A progress bar per stage on stderr; nothing when stderr is not a terminal."""
-
-    def __init__(self) -> None:
-        self.console = Console(stderr=True)
-        self.bar: Progress | None = None
-        self.stage = ""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if not self.console.is_terminal:
-            return
-        if stage != self.stage:
-            self.close()
-            count = DownloadColumn() if stage == "loading" else MofNCompleteColumn()
-            self.bar = Progress(
-                TextColumn(f"{stage:10}"),
-                BarColumn(),
-                count,
-                TimeRemainingColumn(),
-                console=self.console,
-                transient=True,
-            )
-            self.bar.start()
-            self.bar.add_task(stage, total=total)
-            self.stage = stage
-        if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done, total=total)
-            if done >= total:
-                self.close()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-        self.bar, self.stage = None, ""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code. Bad input is one line on stderr and code 2."""
-    if sys.stderr is None:  # closed by the caller; print would fall back to stdout
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
-    bars = _Bars()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
-            warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-            return _run(parser().parse_args(argv), bars)
-    except MmxError as error:
-        return _fail(bars, str(error))
-    except BrokenPipeError:
-        # The reader went away; Python would complain again while closing stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
-        return _fail(bars, f"{error.filename or 'output'}: {error.strerror}")
-    except KeyboardInterrupt:
-        bars.close()
-        print("\ninterrupted", file=sys.stderr)
-        return 130
+    return command.run(_run, argv, parser())
 
 
-def _fail(bars: _Bars, message: str) -> int:
-    bars.close()
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
-
-
-def _run(args: argparse.Namespace, bars: _Bars) -> int:
+def _run(args: argparse.Namespace, bars: command.Bars) -> int:
     if args.version:
         print(versions.report())
         return 0
-    for problem in versions.mismatches(versions.installed()):
-        print(f"warning: {problem}", file=sys.stderr)
-    # JAX's own default leaves a quarter of the GPU unused; it reads this when the first device is touched.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    command.prepare_jax()
 
     from mmx_jax.engine import Request, check_capacity, check_request
     from mmx_jax.generate import SamplingParams
@@ -169,7 +84,6 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
     from mmx_jax.prompts import read_prompts
     from mmx_jax.report import print_plan
 
-    _keep_programs()
     sampling = SamplingParams(**{f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams)})
     settings = Settings(args.dtype, args.kernels, args.attention, args.layers, args.recipe, args.kv_format)
     if args.checkpoint is None:
@@ -223,20 +137,6 @@ def _run(args: argparse.Namespace, bars: _Bars) -> int:
     return 0
 
 
-def _keep_programs() -> None:
-    """Turn JAX's cache of compiled programs on, unless the user chose a place or there is none."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmx_jax" / "programs"
-        cache.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        return
-    jax.config.update("jax_compilation_cache_dir", str(cache))
-
-
 def _capacity(needed: int, max_position: int) -> int:
     """A power of two, so that prompts of many lengths share the same compiled programs."""
     return min(max(1 << (needed - 1).bit_length(), 1024), max_position)
@@ -283,13 +183,6 @@ def _print_statistics(done: "list[Completion]", load_seconds: float, run_seconds
     )
 
 
-def _interrupted(*_: object) -> NoReturn:
-    """End at once: an import or the compiler may swallow a KeyboardInterrupt, or take long to notice it."""
-    sys.stderr.write("\x1b[?25h\ninterrupted\n" if sys.stderr.isatty() else "\ninterrupted\n")
-    sys.stderr.flush()
-    os._exit(130)
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, _interrupted)
+    signal.signal(signal.SIGINT, command.interrupted)
     sys.exit(main())
