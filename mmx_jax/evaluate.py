@@ -227,8 +227,8 @@ def _print(figures: dict[str, Any]) -> None:
         theirs = "transformers on A's numbers" if figures["against"] == TRANSFORMERS else figures["against"]
         out.print(f"B: {theirs}, the reference", markup=False)
     out.print(
-        f"{figures['text']}: {figures['predictions']} predictions in {figures['windows']} windows,"
-        f" {figures['layers_run']} layers, {figures['dtype']}, {figures['attention']} attention",
+        f"{figures['text']}: windows {figures['windows']}, predictions {figures['predictions']};"
+        f" layers {figures['layers_run']}, {figures['dtype']}, {figures['attention']} attention",
         markup=False,
     )
     table = Table("figure", show_header=False)
@@ -246,13 +246,11 @@ def _print(figures: dict[str, Any]) -> None:
     )
     table.add_row("top-1 agreement", _percent(figures["top1_agreement"]))
     out.print(table)
-    table = Table(
-        "layer",
-        "attention",
-        "feed-forward",
-        title="By layer: relative error of its input, and how much of what B chose A chose too;"
-        " blocks over the queries that see more than they may choose",
+    out.print(
+        "By layer: relative error of its input; share of B's experts and blocks that A chose too,\n"
+        "blocks over the queries that see more of them than they may choose"
     )
+    table = Table("layer", "attention", "feed-forward")
     for heading in ("input error", "experts", "blocks", "queries"):
         table.add_column(heading, justify="right")
     for layer in figures["layers"]:

@@ -167,7 +167,7 @@ def test_tables_and_fewer_layers(ids: Path, capsys: pytest.CaptureFixture[str]) 
     options = ["--checkpoint", directory, "--against", directory, "--text", str(ids / "tiny_vl.json")]
     assert main([*options, "--layers", "3", "--recipe", "int8"]) == 0
     out, _ = capsys.readouterr()
-    assert "74 predictions in 1 windows, 3 layers, bfloat16, sparse attention" in out
+    assert "windows 1, predictions 74; layers 3, bfloat16, sparse attention" in out
     assert f"A: {directory} rounded to int8\nB: {directory}, the reference" in out
     assert "KL(B || A), mean, nats" in out
     assert "│ 2     │ sparse" in out
