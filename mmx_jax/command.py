@@ -10,11 +10,13 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mmx_jax import versions
 from mmx_jax.errors import InputError, MmxError
 
 BYTES = ("loading", "converting", "verifying")  # stages that count bytes
@@ -102,6 +104,29 @@ def _fail(bars: Bars, message: str) -> int:
     bars.close()
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def prepare_jax() -> None:
+    """Say which versions do not fit, and choose JAX's settings. To be called before JAX is imported."""
+    for problem in versions.mismatches(versions.installed()):
+        print(f"warning: {problem}", file=sys.stderr)
+    # JAX's own default leaves a quarter of the GPU unused; it reads this when the first device is touched.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    _keep_programs()
+
+
+def _keep_programs() -> None:
+    """Turn JAX's cache of compiled programs on, unless the user chose a place or there is none."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmx_jax" / "programs"
+        cache.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def start(main: Callable[[], int]) -> NoReturn:

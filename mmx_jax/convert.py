@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mmx_jax import recipes
-from mmx_jax.command import Bars, Parser, readable, run, start
+from mmx_jax.command import Bars, Parser, prepare_jax, readable, run, start
 from mmx_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,12 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, bars: Bars) -> int:
-    import jax
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a GPU would stay idle, with its memory taken
+    prepare_jax()
 
     from mmx_jax.conversion import convert, prepare
 
-    if "JAX_PLATFORMS" not in os.environ:
-        jax.config.update("jax_platforms", "cpu")  # a GPU would stay idle, with its memory taken
     *sources, destination = map(Path, args.directories)
     if args.verify and not sources:
         _verify(destination, bars)

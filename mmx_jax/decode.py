@@ -3,15 +3,13 @@
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmx_jax import versions
-from mmx_jax.command import Bars, Parser, run, start
+from mmx_jax.command import Bars, Parser, prepare_jax, run, start
 from mmx_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -78,18 +76,13 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
     if args.version:
         print(versions.report())
         return 0
-    for problem in versions.mismatches(versions.installed()):
-        print(f"warning: {problem}", file=sys.stderr)
-    # JAX's own default leaves a quarter of the GPU unused; it reads this when the first device is touched.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-
+    prepare_jax()
     from mmx_jax.engine import Request, check_capacity, check_request
     from mmx_jax.generate import SamplingParams
     from mmx_jax.loading import Demo, Settings, Source
     from mmx_jax.prompts import read_prompts
     from mmx_jax.report import print_plan
 
-    _keep_programs()
     sampling = SamplingParams(**{f.name: getattr(args, f.name) for f in dataclasses.fields(SamplingParams)})
     settings = Settings(args.dtype, args.kernels, args.attention, args.layers, args.recipe, args.kv_format)
     if args.checkpoint is None:
@@ -141,20 +134,6 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
             printed += 1
     _print_statistics(list(done.values()), ready - start, time.perf_counter() - ready)
     return 0
-
-
-def _keep_programs() -> None:
-    """Turn JAX's cache of compiled programs on, unless the user chose a place or there is none."""
-    import jax
-
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mmx_jax" / "programs"
-        cache.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        return
-    jax.config.update("jax_compilation_cache_dir", str(cache))
 
 
 def _capacity(needed: int, max_position: int) -> int:

@@ -48,7 +48,7 @@ class MemoryPlan:
             raise InputError(
                 f"the model and its state take {self.total / 1e9:.1f} GB and {device} has"
                 f" {limit / 1e9:.1f} GB: ask for fewer layers, a smaller max_length or a smaller batch"
-                " (--plan shows what takes how much)"
+                " (mmx_jax.decode --plan shows what takes how much)"
             )
 
 

@@ -33,16 +33,16 @@ def read_prompts(args: argparse.Namespace, source: Source) -> list[NamedPrompt]:
             raise InputError(f"--prompt-ids {args.prompt_ids!r}: expected integers with commas")
         return [NamedPrompt("--prompt-ids", [int(i) for i in args.prompt_ids.split(",")])]
     if args.messages is not None:
-        value = _json(args.messages, _read(args.messages))
+        value = parse_json(args.messages, read_text(args.messages))
         return [NamedPrompt(args.messages, _render(source, value, thinking, args.messages))]
     if args.prompt_file is not None and not many:
-        return [NamedPrompt(args.prompt_file, _encode(source, _read(args.prompt_file)))]
+        return [NamedPrompt(args.prompt_file, _encode(source, read_text(args.prompt_file)))]
     if args.prompt_file is not None:
-        lines = enumerate(_read(args.prompt_file).split("\n"), 1)
+        lines = enumerate(read_text(args.prompt_file).split("\n"), 1)
         named = [(f"{args.prompt_file}:{n}", line) for n, line in lines if line.strip()]
         if not named:
             raise InputError(f"{args.prompt_file}: no prompts in it")
-        values = [(where, _json(where, line)) for where, line in named]
+        values = [(where, parse_json(where, line)) for where, line in named]
         return [NamedPrompt(where, _line(source, value, thinking, where)) for where, value in values]
     if args.checkpoint is None:
         return [NamedPrompt("the demo's prompt", _encode(source, DEMO_PROMPT))]
@@ -81,7 +81,7 @@ def _render(source: Source, value: Any, thinking: ThinkingMode, where: str) -> l
     return source.chat.encode(source.tokenizer, messages, tools=request.get("tools"), thinking_mode=thinking)
 
 
-def _read(name: str) -> str:
+def read_text(name: str) -> str:
     try:
         return Path(name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +89,7 @@ def _read(name: str) -> str:
         raise InputError(f"{name}: {reason}") from None
 
 
-def _json(where: str, text: str) -> Any:
+def parse_json(where: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

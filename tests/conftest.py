@@ -12,7 +12,7 @@ from jaxtyping import install_import_hook
 import tests.typecheck  # noqa: F401  the hook looks it up by name
 
 # Modules that take user's input check it themselves, and tests hand them wrong types on purpose.
-_ARRAYS = ("attention", "cache", "engine", "graph", "model", "moe", "params", "rope", "sampling")
+_ARRAYS = ("attention", "cache", "compare", "engine", "graph", "model", "moe", "params", "rope", "sampling")
 install_import_hook(["pallas_kernels", *(f"mmx_jax.{name}" for name in _ARRAYS)], "tests.typecheck.checked")
 
 import hypothesis  # noqa: E402

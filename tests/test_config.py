@@ -194,7 +194,7 @@ def test_first_layers():
             c.first_layers(count)
 
 
-def test_with_attention("dense"):
+def test_with_dense_attention():
     c = ModelConfig.from_dir(GOLDEN / "tiny_vl").with_attention("dense")
     assert c == ModelConfig(**VL | {"sparse_layers": (False,) * 5})
 
