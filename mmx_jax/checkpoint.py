@@ -12,8 +12,8 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,9 +32,6 @@ from pallas_kernels.formats import FORMATS, Plain, Shape
 
 MANIFEST, RECIPE, PARTS = "manifest.json", "recipe.json", "parts"
 VERSION = 1
-
-# It reports on OCDBT files at every save, of which there are none.
-logging.getLogger("absl").addFilter(lambda record: "OCDBT" not in record.getMessage())
 
 Buffers = Mapping[str, np.ndarray]
 
@@ -164,8 +161,8 @@ class Writer:
     @staticmethod
     def _remove(place: Path) -> None:
         """What an attempt to write the part may have left."""
-        for left in (place, place.with_name(place.name + ".partial_save")):
-            shutil.rmtree(left, ignore_errors=True)
+        for ending in ("", ".partial_save", ".partial_save.orbax-checkpoint-tmp"):
+            shutil.rmtree(place.with_name(place.name + ending), ignore_errors=True)
 
 
 class PartWriter:
@@ -212,10 +209,11 @@ def _of_storage(error: BaseException) -> bool:
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong at the bottom, without the details that tensorstore adds in brackets."""
+    """What went wrong at the bottom, without long places and what tensorstore adds in brackets."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
-    return (str(error).strip().split("\n")[0].split(" [")[0] or type(error).__name__)[:300]
+    line = str(error).strip().split("\n")[0].split(" [")[0] or type(error).__name__
+    return re.sub(rf'"[^"]*/{PARTS}/', '"', line)[:400]
 
 
 # --- Reading ---

@@ -5,6 +5,7 @@ Refuses to know what a program does.
 
 import argparse
 import io
+import logging
 import os
 import signal
 import sys
@@ -80,6 +81,7 @@ def run(
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal cannot show
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs what its errors say
     bars = Bars()
     try:
         with warnings.catch_warnings():

@@ -278,12 +278,13 @@ def test_what_an_interrupted_part_left_is_not_trusted(source: Path, tmp_path: Pa
     """Files of a part that the manifest does not name are made again, whatever is in them."""
     whole = converted(source, tmp_path / "whole", "bf16")
     converted(source, tmp_path / "out", "bf16", layers=(0, 1))
-    for part in ("layers.1", "layers.2.partial_save"):
+    for part in ("layers.1", "layers.2.partial_save", "layers.2.partial_save.orbax-checkpoint-tmp"):
         left = tmp_path / "out" / "parts" / part
         shutil.copytree(tmp_path / "out" / "parts" / "layers.0", left)
         (left / "commit_success.txt").unlink()
     assert converted(source, tmp_path / "out", "bf16").entries == whole.entries
     assert arrays(tmp_path / "out") == arrays(tmp_path / "whole")
+    assert {place.name for place in (tmp_path / "out" / "parts").iterdir()} == whole.parts.keys()
 
 
 def test_the_indexer_can_be_added(tmp_path: Path) -> None:
