@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -273,6 +274,8 @@ class Converted:
                 f"{directory / MANIFEST}: does not fit the model: {'; '.join(problems[:10])}{more}"
                 f"{'' if missing else lost}"
             )
+        for path in self.paths:
+            _check_files(directory, self.manifest, path)
 
     @property
     def nbytes(self) -> int:
@@ -317,6 +320,19 @@ def restore(
     return found
 
 
+def _check_files(directory: Path, manifest: Manifest, path: str) -> None:
+    """An array is one file of its bytes; what is cut short is known before anything is read."""
+    entry, place = manifest.entries[path], directory / PARTS / manifest.part_of[path]
+    for name, buffer in FORMATS[entry.format].buffers(entry.shape).items():
+        array = f"{path}.{name}"
+        file = place / "state" / array / ".".join("0" * max(len(buffer.shape), 1))
+        expected = math.prod(buffer.shape) * buffer.dtype.itemsize
+        found = file.stat().st_size if file.is_file() else None
+        if found != expected:
+            what = "no such file" if found is None else f"{found} bytes"
+            raise CheckpointError(f"{place}: damaged: {array}: {what}, expected {expected} bytes")
+
+
 def verify(directory: Path, progress: Callable[[str, int, int], None]) -> int:
     """Read every array again and compare its digest; the bytes read. CheckpointError lists what differs."""
     manifest = Manifest.read(directory)
@@ -326,6 +342,7 @@ def verify(directory: Path, progress: Callable[[str, int, int], None]) -> int:
     for path, entry in manifest.entries.items():
         progress("verifying", done, total)
         try:
+            _check_files(directory, manifest, path)
             buffers = restore(directory, manifest, [path], lambda *_: host)[path]
         except CheckpointError as error:
             wrong.append(str(error))

@@ -102,25 +102,25 @@ def _print_plan(c: "Conversion") -> None:
     )
     for reason, names in plan.skipped.items():
         out.print(f"skipped: {len(names)} tensors, {reason}")
-    names = sorted({c.formats[p] for paths in c.parts.values() for p in paths})
+    names = sorted({c.formats[p] for paths in c.remaining.values() for p in paths})
     table = Table("part", "source", *names, "all", title=str(c.directory))
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     total: Counter[str] = Counter()
-    for part, paths in c.parts.items():
+    for part, paths in c.remaining.items():
         sizes: Counter[str] = Counter()
         for path in paths:
             sizes[c.formats[path]] += c.stored_bytes(path)
         read = sum(map(plan.source_bytes, paths))
         total += sizes + Counter({"source": read})
         cells = [readable(sizes[name]) if sizes[name] else "" for name in names]
-        done = " (complete)" if part in c.done else ""
-        table.add_row(part + done, readable(read), *cells, readable(sizes.total()))
+        table.add_row(part, readable(read), *cells, readable(sizes.total()))
     cells = [readable(total[name]) for name in names]
     written = total.total() - total["source"]
     table.add_section()
     table.add_row("all", readable(total["source"]), *cells, readable(written))
     out.print(table)
+    out.print(f"{len(c.parts) - len(c.remaining)} parts are complete, {len(c.remaining)} remain")
     existing = next(place for place in (c.directory, *c.directory.resolve().parents) if place.exists())
     free = readable(shutil.disk_usage(existing).free)
     out.print(f"free disk: {free}; peak memory: about {readable(c.peak_memory)}")
