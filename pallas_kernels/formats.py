@@ -116,14 +116,19 @@ def _scale(most: Array, largest: float, smallest: float, mantissa_bits: int = 23
 _SHRINK = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65)
 
 
+def _groups(values: Float[Array, "*E F D"], size: int) -> Float[Array, "*E F n size"]:
+    """Groups along k; zeros fill the last."""
+    values = _pad_last(values, size)
+    return values.reshape(*values.shape[:-1], -1, size)
+
+
 def _least_error(
-    values: Float[Array, "*E F D"],
-    most: Float[Array, "*E Fb Db"],
-    block: tuple[int, int],
+    groups: Float[Array, "*E F n size"],
+    most: Float[Array, "*E F n 1"],
     factors: tuple[float, ...],
-    rounded: Callable[[Float[Array, "*E Fb Db"]], Float[Array, "*E F D"]],
-) -> Float[Array, "*E Fb Db"]:
-    """For each block the multiple of `most` whose `rounded` values have the least squared error.
+    rounded: Callable[[Float[Array, "*E F n 1"]], Float[Array, "*E F n size"]],
+) -> Float[Array, "*E F n 1"]:
+    """For each group the multiple of `most` whose `rounded` numbers have the least squared error.
 
     1 is tried first, then `factors`; a later one has to be better. Errors that are not finite are no better.
     """
@@ -131,7 +136,7 @@ def _least_error(
         return most
 
     def error(most: Array) -> Array:
-        return _by_block((values - rounded(most)) ** 2, block).sum((-3, -1))
+        return jnp.sum((groups - rounded(most)) ** 2, axis=-1, keepdims=True)
 
     def attempt(found: tuple[Array, Array], factor: Array) -> tuple[tuple[Array, Array], None]:
         best, least = found
@@ -262,21 +267,21 @@ class Integers(Format):
     def quantize(self, values: Float[Array, "*E F D"]) -> dict[str, Array]:
         values = wide(values)
         block = self._block(values.shape)
+        groups = _groups(values, block[1])
 
         def codes_and_scale(most: Array) -> tuple[Array, Array]:
             scale = _scale(most, self.largest, 1, jnp.finfo(self.scale_dtype).nmant)
-            q = jnp.round(_divide(values, _spread(scale, block, values.shape)))
-            return jnp.clip(q, -self.largest, self.largest), scale
+            return jnp.clip(jnp.round(_divide(groups, scale)), -self.largest, self.largest), scale
 
         def rounded(most: Array) -> Array:
             q, scale = codes_and_scale(most)
-            return q * _spread(scale, block, values.shape)
+            return q * scale
 
-        most = _least_error(values, _block_max(values, block), block, self.factors, rounded)
-        q, scale = codes_and_scale(most)
-        q = q.astype(jnp.int8)
-        found = {} if self.planes else {"data": q}
-        codes = (_pad_last(q, block[1]) + (self.largest + 1)).astype(jnp.uint8)
+        most = _block_max(values, block)[..., None]
+        q, scale = codes_and_scale(_least_error(groups, most, self.factors, rounded))
+        q, scale = q.astype(jnp.int8).reshape(*values.shape[:-1], -1), scale[..., 0]
+        found = {} if self.planes else {"data": q[..., : values.shape[-1]]}
+        codes = (q + (self.largest + 1)).astype(jnp.uint8)
         for name, bits in self.planes:
             found[name] = pack_bits(codes & ((1 << bits) - 1), bits, jnp.uint32)
             codes = codes >> bits
@@ -384,26 +389,25 @@ class NVFP4(Format):
 
     def quantize(self, values: Float[Array, "*E F D"]) -> dict[str, Array]:
         values = wide(values)
-        block = (1, self.group)
-        most = _block_max(values, block)
+        groups = _groups(values, self.group)
+        most = _block_max(values, (1, self.group))[..., None]
         smallest = E2M1.smallest * E4M3.smallest
-        scale_2 = _scale(most.max((-2, -1)), E2M1.largest * E4M3.largest, smallest)
-        unit = scale_2[..., None, None]
+        scale_2 = _scale(most.max((-3, -2, -1)), E2M1.largest * E4M3.largest, smallest)
+        unit = scale_2[..., None, None, None]
 
         def codes_and_scale(most: Array) -> tuple[Array, Array]:
             scale = E4M3.encode(_divide(most, E2M1.largest * unit))
             product = E4M3.decode(scale) * unit
-            product = jnp.where(product == 0, jnp.inf, product)
-            return E2M1.encode(_divide(values, _spread(product, block, values.shape))), scale
+            return E2M1.encode(_divide(groups, jnp.where(product == 0, jnp.inf, product))), scale
 
         def rounded(most: Array) -> Array:
             codes, scale = codes_and_scale(most)
-            return E2M1.decode(codes) * _spread(E4M3.decode(scale) * unit, block, values.shape)
+            return E2M1.decode(codes) * (E4M3.decode(scale) * unit)
 
-        codes, scale = codes_and_scale(_least_error(values, most, block, self.factors, rounded))
+        codes, scale = codes_and_scale(_least_error(groups, most, self.factors, rounded))
         return {
-            "data": pack_bits(_pad_last(codes, self.group), 4, jnp.uint8),
-            "scale": scale,
+            "data": pack_bits(codes.reshape(*values.shape[:-1], -1), 4, jnp.uint8),
+            "scale": scale[..., 0],
             "scale_2": scale_2,
         }
 
