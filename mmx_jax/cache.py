@@ -19,7 +19,7 @@ def make_pages(config: ModelConfig, n_pages: int, dtype: DTypeLike, kv_format: s
     Their content never matters before it is written; zeros are as good as any.
     """
     c = config
-    kv_dtype = dtype if kv_format is None else PAGE_FORMATS[kv_format][0]
+    kv_dtype = dtype if kv_format is None else PAGE_FORMATS[kv_format].dtype
     kv_shape = (n_pages, c.num_kv_heads, c.block_size, c.head_dim)
     index_shape = (n_pages, c.block_size, c.index_head_dim)
     return tuple(

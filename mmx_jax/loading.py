@@ -95,10 +95,9 @@ class Source:
 
     def ops(self, rows: int, new_tokens: int) -> Ops:
         """The operations of a program with so many rows and new tokens in each."""
-        settings = self.settings
-        call = Call(settings.dtype, rows, new_tokens, settings.kv_format)
+        call = Call(self.settings.dtype, rows, new_tokens)
         try:
-            return resolve(settings.kernels, self.mesh.devices.flat[0], call)
+            return resolve(self.settings.kernels, self.mesh.devices.flat[0], call)
         except ValueError as error:
             raise KernelError(str(error)) from None
 

@@ -1,15 +1,16 @@
 """Kernels at M3's sizes on the GPU at hand: correctness first, then time.
 
-    python -m pallas_kernels.bench [--op moe ...] [--format int4_g64 ...] [--tokens 1 8 ...] [--peer]
+    python -m pallas_kernels.bench [--op moe ...] [--format int4_g64 ...] [--tokens 1 8 ...]
+                                   [--kv-format int8 ...] [--peer]
 
 A row is printed only after its kernel passed the gate: on the same dequantised weights, an error of at most
 twice that of plain JAX in bfloat16. Exact is the reference in float32, or float64 on some of the rows.
 
 Times are sums of kernel times by CUPTI, the median over calls whose inputs rotate (other experts, weights or
 pages each time), so that the L2 cache is cold; all kernels of the operation count. Bytes are those that must
-be read: weights and scales as they are at rest, or keys and values. `read` is the share of the rate at which
-a plain sum reads 4 GiB in the same run. With `--peer`, humming-kernels' two int4 matmuls run on the same
-experts. The last line is JSON.
+be read: weights or keys and values as they are at rest, and their scales. `read` is the share of the rate at
+which a plain sum reads 4 GiB in the same run. With `--peer`, humming-kernels' two int4 matmuls run on the
+same experts. The last line is JSON.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.tiles import TILE_FORMATS
-from pallas_kernels.workloads import D, E, F, Workload, workloads
+from pallas_kernels.workloads import KV_FORMATS, D, E, F, Workload, workloads
 
 OPERATIONS = ("moe", "qmatmul", "attention", "dense attention")
 WARM_UP = 20
@@ -92,6 +93,7 @@ def main() -> None:
     p.add_argument("--op", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     p.add_argument("--format", nargs="+", choices=TILE_FORMATS, default=list(TILE_FORMATS))
     p.add_argument("--tokens", nargs="+", type=int, help="(default: 1 to 128)")
+    p.add_argument("--kv-format", nargs="+", choices=KV_FORMATS, default=list(KV_FORMATS))
     p.add_argument("--peer", action="store_true", help="time humming-kernels beside moe int4_g64")
     args = p.parse_args()
     device = jax.devices()[0]
@@ -102,7 +104,7 @@ def main() -> None:
     del words
     print(f"read {read:.2f} TB/s", flush=True)
     rows = []
-    for workload in workloads(args.op, args.format, args.tokens):
+    for workload in workloads(args.op, args.format, args.tokens, kv_formats=args.kv_format):
         rows.append(measure(workload, read, args.peer))
         print("  ".join(f"{k} {v}" for k, v in rows[-1].items()), flush=True)
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)

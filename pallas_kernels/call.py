@@ -8,12 +8,11 @@ DECODE_TOKENS = 128
 
 @dataclass(frozen=True)
 class Call:
-    """`rows` sequences with `new_tokens` each, in a working dtype, with keys and values in a page format."""
+    """`rows` sequences with `new_tokens` each, in a working dtype."""
 
     dtype: str
     rows: int
     new_tokens: int
-    kv_format: str | None = None
 
     def wrong_dtype(self) -> str | None:
         return None if self.dtype == DTYPE else f"the dtype is {self.dtype}, the kernel takes {DTYPE}"
@@ -24,7 +23,3 @@ class Call:
 
     def no_decoding(self) -> str | None:
         return None if self.new_tokens == 1 else f"{self.new_tokens} new tokens a row, the kernel takes 1"
-
-    def rounded_pages(self) -> str | None:
-        format = self.kv_format
-        return None if format is None else f"keys and values are held in {format}, the kernel takes {DTYPE}"

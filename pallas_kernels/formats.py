@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, DTypeLike, Float, Int, Integer, UInt, UInt8
 
-from pallas_kernels.precision import wide
+from pallas_kernels.precision import TINY, divide, nearest, wide
 
 _MAX = 2.0**127
-_TINY = 2.0**-126  # float32's smallest normal
 
 Shape = tuple[int, ...]
 Buffers = dict[str, jax.ShapeDtypeStruct]
@@ -67,15 +66,6 @@ class Format(ABC):
 # --- scales ---
 
 
-def _divide(x: Array, y: Array | float) -> Array:
-    """x / y, correctly rounded.
-
-    XLA makes x * (1 / y) of a division by a broadcast value, which is an ulp off and breaks ties. It leaves
-    the division by a select alone.
-    """
-    return x / jnp.where(x == 0, 1, y)
-
-
 def _block_max(values: Float[Array, "*E F D"], block: tuple[int, int]) -> Float[Array, "*E Fb Db"]:
     """The largest magnitude of each block of the last two axes, at most 2^127; inf for a block not finite.
 
@@ -106,7 +96,7 @@ def _scale(most: Array, largest: float, smallest: float, mantissa_bits: int = 23
     `largest` and `smallest` are the magnitudes of codes. `reduce_precision`, because XLA may drop a cast to
     bfloat16 that is cast back.
     """
-    scale = jnp.where(most == 0, 1, jnp.maximum(_divide(most, largest), _TINY / smallest))
+    scale = jnp.where(most == 0, 1, jnp.maximum(divide(most, largest), TINY / smallest))
     scale = jnp.where(most == jnp.inf, jnp.nan, scale)
     return lax.reduce_precision(scale, 8, mantissa_bits).astype(jnp.float32)
 
@@ -201,7 +191,7 @@ class MiniFloat:
         """Round half to even, saturating. A NaN has no code that means it."""
         size = jnp.minimum(jnp.abs(x), self.largest)
         exponent = _floor_log2(jnp.maximum(size, 2.0**self.min_exponent))
-        steps = jnp.round(size * _power_of_two(self.mantissa - exponent)).astype(jnp.int32)
+        steps = nearest(size * _power_of_two(self.mantissa - exponent))
         code = steps + ((exponent - self.min_exponent) << self.mantissa)  # a carry goes into the exponent
         return jnp.where(jnp.signbit(x), code | self.sign, code).astype(jnp.uint8)
 
@@ -271,7 +261,7 @@ class Integers(Format):
 
         def codes_and_scale(most: Array) -> tuple[Array, Array]:
             scale = _scale(most, self.largest, 1, jnp.finfo(self.scale_dtype).nmant)
-            return jnp.clip(jnp.round(_divide(groups, scale)), -self.largest, self.largest), scale
+            return jnp.clip(jnp.round(divide(groups, scale)), -self.largest, self.largest), scale
 
         def rounded(most: Array) -> Array:
             q, scale = codes_and_scale(most)
@@ -323,7 +313,7 @@ class FP8(Format):
     def quantize(self, values: Float[Array, "*E F D"]) -> dict[str, Array]:
         values = wide(values)
         scale = _scale(_block_max(values, self.block), E4M3.largest, E4M3.smallest)
-        codes = E4M3.encode(_divide(values, _spread(scale, self.block, values.shape)))
+        codes = E4M3.encode(divide(values, _spread(scale, self.block, values.shape)))
         return {"data": codes, "scale": scale}
 
     def dequantize(self, buffers: Mapping[str, Array], shape: Shape) -> Float[Array, "*E F D"]:
@@ -396,9 +386,9 @@ class NVFP4(Format):
         unit = scale_2[..., None, None, None]
 
         def codes_and_scale(most: Array) -> tuple[Array, Array]:
-            scale = E4M3.encode(_divide(most, E2M1.largest * unit))
+            scale = E4M3.encode(divide(most, E2M1.largest * unit))
             product = E4M3.decode(scale) * unit
-            return E2M1.encode(_divide(groups, jnp.where(product == 0, jnp.inf, product))), scale
+            return E2M1.encode(divide(groups, jnp.where(product == 0, jnp.inf, product))), scale
 
         def rounded(most: Array) -> Array:
             codes, scale = codes_and_scale(most)

@@ -4,14 +4,16 @@ A block is anchored to the absolute position of its tokens: position p of a row 
 `page_table[row, p // C]`. There is no left padding anywhere.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, DTypeLike, Float, Int, Num
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, Integer, Num
 
-from pallas_kernels.precision import wide
+from pallas_kernels.formats import E4M3
+from pallas_kernels.precision import TINY, divide, nearest, wide
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,24 @@ class PagedRows:
         return jnp.where(self.valid, page, n_pages), self.positions % block_size
 
 
-# How keys and values can be rounded: the dtype of the codes, and the largest.
-PAGE_FORMATS: Mapping[str, tuple[DTypeLike, float]] = {
-    "int8": (jnp.int8, 127.0),
-    "fp8": (jnp.float8_e4m3fn, 448.0),
+@dataclass(frozen=True)
+class PageFormat:
+    """How keys and values are rounded: half to even, to codes of which `largest` is the largest.
+
+    Its dtype tells the format of a page, so no two share one.
+    """
+
+    dtype: DTypeLike
+    largest: float
+    encode: Callable[[Array], Array]
+    decode: Callable[[Array], Array]  # exact, in float32
+
+
+PAGE_FORMATS: Mapping[str, PageFormat] = {
+    "int8": PageFormat(
+        jnp.int8, 127.0, lambda x: nearest(x).astype(jnp.int8), lambda codes: codes.astype(jnp.float32)
+    ),
+    "fp8": PageFormat(jnp.uint8, E4M3.largest, E4M3.encode, E4M3.decode),
 }
 
 
@@ -54,7 +70,7 @@ class LayerPages:
     """One layer's pages, head-major because each KV head picks its own blocks.
 
     Keys and values are plain numbers, or codes of a format of `PAGE_FORMATS` with a scale for each token and
-    head: k = code * scale, scale = max |k| / largest (1 for zeros), rounded half to even.
+    head: k = code * scale, scale = max |k| / largest to within an ulp, 1 for zeros.
     """
 
     k: Num[Array, "pages K C H"]
@@ -75,7 +91,7 @@ class LayerPages:
         page, offset = rows.slots(block_size, n_pages)
         k_scale, v_scale = self.k_scale, self.v_scale
         if k_scale is not None and v_scale is not None:
-            (k, k_new), (v, v_new) = (_round_heads(x, self.k.dtype) for x in (k, v))
+            ((k,), k_new), ((v,), v_new) = (round_heads([x], self.k.dtype) for x in (k, v))
             k_scale = k_scale.at[page, :, offset].set(k_new, mode="drop")
             v_scale = v_scale.at[page, :, offset].set(v_new, mode="drop")
         return LayerPages(
@@ -94,14 +110,22 @@ class LayerPages:
         if self.k_scale is None or self.v_scale is None:
             return k, v
         k_scale, v_scale = (jnp.where(held, a[page, head], 0) for a in (self.k_scale, self.v_scale))
-        return k.astype(k_scale.dtype) * k_scale[..., None], v.astype(v_scale.dtype) * v_scale[..., None]
+        decode = _format(self.k.dtype).decode
+        return decode(k) * k_scale[..., None], decode(v) * v_scale[..., None]
 
 
-def _round_heads(x: Float[Array, "*T H"], dtype: DTypeLike) -> tuple[Num[Array, "*T H"], Float[Array, "*T"]]:
-    """Codes and scales."""
-    (largest,) = (n for d, n in PAGE_FORMATS.values() if jnp.dtype(d) == dtype)
-    x = wide(x)
-    most = jnp.max(jnp.abs(x), axis=-1)
-    scale = jnp.where(most == 0, 1, most / largest)
-    codes = x / scale[..., None]
-    return (jnp.round(codes) if dtype == jnp.int8 else codes).astype(dtype), scale
+def round_heads(
+    parts: Sequence[Float[Array, "*T _"]], dtype: DTypeLike
+) -> tuple[list[Integer[Array, "*T _"]], Float[Array, "*T"]]:
+    """Codes of each part of some heads, along the last axis, and the scale that the parts of a head share."""
+    form = _format(dtype)
+    parts = [wide(x) for x in parts]
+    most = reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=-1) for x in parts])
+    # A product, which is rounded alike everywhere, unlike a quotient. Subnormals may be taken for 0.
+    scale = jnp.where(most == 0, 1, jnp.maximum(most * (1 / form.largest), TINY))
+    return [form.encode(divide(x, scale[..., None])) for x in parts], scale
+
+
+def _format(dtype: DTypeLike) -> PageFormat:
+    (found,) = (form for form in PAGE_FORMATS.values() if form.dtype == dtype)
+    return found

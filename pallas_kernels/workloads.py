@@ -4,7 +4,7 @@ The inputs rotate: each call works on other experts, weights or pages, more of t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from pallas_kernels.moe import triton as moe_triton
 from pallas_kernels.moe.reference import ExpertWeights
 from pallas_kernels.moe.reference import moe as moe_reference
 from pallas_kernels.moe.routing import make_routing
-from pallas_kernels.paging import LayerPages, PagedRows
+from pallas_kernels.paging import PAGE_FORMATS, LayerPages, PagedRows, round_heads
 from pallas_kernels.qmatmul import triton as qmatmul_triton
 from pallas_kernels.qmatmul.reference import qmatmul as qmatmul_reference
 from pallas_kernels.qtensor import QTensor
@@ -38,6 +38,7 @@ QMATMUL_TOKENS = (1, 16)
 CONTEXTS = ((1, 8), (1, 32), (1, 128), (1, 512), (32, 8), (32, 128))  # rows, thousands of keys
 # Name -> rows and columns of a projection, and how many copies the L2 cache does not hold.
 PROJECTIONS = {"o_proj": (6144, 8192, 4), "qkv": (9856, 6144, 4), "lm_head": (200064, 6144, 2)}
+KV_FORMATS = ("bfloat16", *PAGE_FORMATS)
 POOL = 32768  # pages
 
 
@@ -176,7 +177,29 @@ def qmatmul(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]
                 )
 
 
-def attention(contexts: Sequence[tuple[int, int]], dense: bool) -> Iterator[Workload]:
+@partial(jax.jit, static_argnums=(1, 2))
+def _rounded(key: Array, shape: tuple[int, ...], kv_format: str) -> tuple[Array, Array]:
+    """Normal numbers as codes and scales, a page at a time."""
+
+    def page(key: Array) -> tuple[Array, Array]:
+        (codes,), scale = round_heads([jax.random.normal(key, shape[1:])], PAGE_FORMATS[kv_format].dtype)
+        return codes, scale
+
+    return jax.lax.map(page, jax.random.split(key, shape[0]))
+
+
+def _pages(kv_format: str) -> LayerPages:
+    keys = jax.random.split(jax.random.key(0), 3)
+    shape = (POOL, K, C, H)
+    index_k = _normal(keys[2], (POOL, C, INDEX), jnp.bfloat16)
+    if kv_format == "bfloat16":
+        k, v = (_normal(key, shape, jnp.bfloat16) for key in keys[:2])
+        return LayerPages(k, v, index_k)
+    (k, k_scale), (v, v_scale) = (_rounded(key, shape, kv_format) for key in keys[:2])
+    return LayerPages(k, v, index_k, k_scale, v_scale)
+
+
+def attention(contexts: Sequence[tuple[int, int]], dense: bool, kv_format: str) -> Iterator[Workload]:
     """One new token per row on pages all over the pool: all pages, or the choice and then the chosen ones."""
     choice = {"top_blocks": P, "local_blocks": 1, "init_blocks": 0}
 
@@ -188,9 +211,8 @@ def attention(contexts: Sequence[tuple[int, int]], dense: bool) -> Iterator[Work
 
         return run
 
-    key = jax.random.key(0)
-    shapes = [(POOL, K, C, H), (POOL, K, C, H), (POOL, C, INDEX)]
-    pages = LayerPages(*(_normal(jax.random.fold_in(key, i), s, jnp.bfloat16) for i, s in enumerate(shapes)))
+    key, pages = jax.random.key(1), _pages(kv_format)
+    kv_bytes = sum(a.nbytes for a in jax.tree.leaves(replace(pages, index_k=None))) // (POOL * C)  # of a key
     for n_rows, thousands in contexts:
         n_keys = thousands * 1024
         n_blocks = n_keys // C
@@ -212,12 +234,12 @@ def attention(contexts: Sequence[tuple[int, int]], dense: bool) -> Iterator[Work
             exact = jax.jit(reference)(query.astype(jnp.float32), *rest)
             return jax.jit(kernel)(*arguments), jax.jit(reference)(*arguments), exact
 
-        per_key = 4 * K * H if dense else 2 * INDEX
-        chosen = 0 if dense else min(P, n_blocks) * C * 4 * K * H
+        per_key = kv_bytes if dense else 2 * INDEX
+        chosen = 0 if dense else min(P, n_blocks) * C * kv_bytes
         yield Workload(
             "dense attention" if dense else "attention",
             f"{n_rows} rows",
-            "bfloat16",
+            kv_format,
             n_keys,
             n_rows * (n_keys * per_key + chosen),
             kernel,
@@ -233,6 +255,7 @@ def workloads(
     formats: Sequence[str],
     tokens: Sequence[int] | None,
     contexts: Sequence[tuple[int, int]] = CONTEXTS,
+    kv_formats: Sequence[str] = ("bfloat16",),
 ) -> Iterator[Workload]:
     """All rows of the table, made one after the other so that one format's weights are held at a time."""
     if "moe" in ops:
@@ -240,5 +263,5 @@ def workloads(
     if "qmatmul" in ops:
         yield from qmatmul(formats, [t for t in tokens or QMATMUL_TOKENS if t <= DECODE_TOKENS])
     for name, dense in (("attention", False), ("dense attention", True)):
-        if name in ops:
-            yield from attention(contexts, dense)
+        for kv_format in kv_formats if name in ops else ():
+            yield from attention(contexts, dense, kv_format)

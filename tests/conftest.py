@@ -44,9 +44,9 @@ def m3_dir() -> Path:
     return Path(directory)
 
 
-def lowered_for_cuda(function, *arguments) -> str:
-    """The program of a function for an H200, on a machine without a GPU."""
-    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+def lowered_for_cuda(function, *arguments, device: str = "NVIDIA H200") -> str:
+    """The program of a function for a GPU, on a machine without one."""
+    mesh = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice(device, 132, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 

@@ -1,14 +1,15 @@
 """The attention kernels against float64 numpy: interpreted here, compiled under `pytest -m gpu`.
 
 The rule of tests/test_kernels.py: at most twice the error of the plain JAX reference. Every slot of every
-page that a row does not hold is NaN.
+page that a row does not hold is NaN, or has NaN for a scale.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -16,10 +17,13 @@ from pallas_kernels.block_attention import triton as attention_triton
 from pallas_kernels.block_attention.reference import block_attention
 from pallas_kernels.block_select import triton as select_triton
 from pallas_kernels.block_select.reference import block_select
-from pallas_kernels.paging import LayerPages, PagedRows
+from pallas_kernels.paging import PAGE_FORMATS, LayerPages, PagedRows, round_heads
 from pallas_kernels.qk_norm_rope import triton as norm_rope_triton
 from pallas_kernels.qk_norm_rope.reference import HeadLayout, HeadNorms, qk_norm_rope
+from tests.conftest import lowered_for_cuda
 from tests.test_kernels import BF16, MODES, assert_twice, f64
+
+KV_FORMATS = [None, *PAGE_FORMATS]
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,28 @@ class Inputs:
     rows: PagedRows
 
 
-def inputs(case: Case) -> Inputs:
+def rounded(pages: LayerPages, kv_format: str) -> LayerPages:
+    """Keys and values in that format; where they were NaN, the scale is NaN and fp8's code too."""
+    held = ~jnp.isnan(pages.k[..., 0])
+    nan = jnp.uint8(0x7F) if kv_format == "fp8" else jnp.int8(-128)
+    codes, scales = [], []
+    for a in (pages.k, pages.v):
+        (c,), s = round_heads([jnp.nan_to_num(a)], PAGE_FORMATS[kv_format].dtype)
+        codes.append(jnp.where(held[..., None], c, nan))
+        scales.append(jnp.where(held, s, jnp.nan))
+    return LayerPages(*codes, pages.index_k, *scales)
+
+
+def numbers(codes: jax.Array, scale: jax.Array | None) -> np.ndarray:
+    """What keys or values stand for."""
+    if scale is None:
+        return f64(codes)
+    a = np.asarray(codes)
+    a = a.view(ml_dtypes.float8_e4m3fn) if a.dtype == np.uint8 else a
+    return a.astype(np.float64) * f64(scale)[..., None]
+
+
+def inputs(case: Case, kv_format: str | None = None) -> Inputs:
     rng = np.random.default_rng(7)
     c, n_rows = case, len(case.lengths)
     n_pages = n_rows * c.n_blocks + 2
@@ -85,10 +110,11 @@ def inputs(case: Case) -> Inputs:
     index_k = np.where(held[..., None], index_k, np.nan)
     lengths = jnp.asarray(c.lengths, jnp.int32)
     n_blocks = -(-max(c.lengths) // c.block_size)
+    pages = LayerPages(*(jnp.asarray(a, BF16) for a in (k, v, index_k)))
     return Inputs(
         jnp.asarray(rng.standard_normal((n_rows, 1, c.n_heads, c.head_dim)), BF16),
         jnp.asarray(index_q, BF16),
-        LayerPages(*(jnp.asarray(a, BF16) for a in (k, v, index_k))),
+        pages if kv_format is None else rounded(pages, kv_format),
         PagedRows(jnp.asarray(table), lengths[:, None] - 1, lengths, n_blocks),
     )
 
@@ -111,7 +137,8 @@ def exact_choice(case: Case, i: Inputs) -> np.ndarray:
 
 
 def exact_attention(case: Case, i: Inputs, blocks: np.ndarray | None) -> np.ndarray:
-    q, k, v, table = f64(i.q), f64(i.pages.k), f64(i.pages.v), np.asarray(i.rows.page_table)
+    q, table = f64(i.q), np.asarray(i.rows.page_table)
+    k, v = numbers(i.pages.k, i.pages.k_scale), numbers(i.pages.v, i.pages.v_scale)
     out, group = np.zeros(q.shape), case.n_heads // case.n_kv_heads
     for row, length in enumerate(case.lengths):
         for head in range(case.n_kv_heads):
@@ -138,11 +165,12 @@ def test_block_select(name: str, interpret: bool) -> None:
 
 
 @pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 @pytest.mark.parametrize("name", list(CASES)[:5])
-def test_block_attention(name: str, dense: bool, interpret: bool) -> None:
+def test_block_attention(name: str, dense: bool, kv_format: str | None, interpret: bool) -> None:
     case = CASES[name]
-    i = inputs(case)
+    i = inputs(case, kv_format)
     chosen = None if dense else exact_choice(case, i)
     blocks = None if chosen is None else jnp.asarray(chosen, jnp.int32)
     got = jax.jit(partial(attention_triton.block_attention, rows=i.rows, interpret=interpret))(
@@ -153,10 +181,11 @@ def test_block_attention(name: str, dense: bool, interpret: bool) -> None:
 
 
 @pytest.mark.parametrize("interpret", MODES)
-def test_a_padding_token_gives_finite_numbers(interpret: bool) -> None:
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+def test_a_padding_token_gives_finite_numbers(kv_format: str | None, interpret: bool) -> None:
     """An idle row: its new token is not written, and its position is one that it does not hold."""
     case = CASES["odd dims"]
-    i = inputs(case)
+    i = inputs(case, kv_format)
     positions = i.rows.positions.at[1, 0].set(case.lengths[1])
     rows = PagedRows(i.rows.page_table, positions, i.rows.lengths.at[0].set(0), i.rows.n_blocks)
     blocks = select_triton.block_select(i.index_q, i.pages.index_k, rows, interpret=interpret, **case.choice)
@@ -175,58 +204,166 @@ def turned(x: np.ndarray, weight: np.ndarray, angle: np.ndarray, eps: float) -> 
     return np.concatenate([a * c - b * s, b * c + a * s, x[2 * r :]])
 
 
-@pytest.mark.parametrize("interpret", MODES)
-@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
-@pytest.mark.parametrize("dims", [(6, 2, 24, 40, 16, 5), (64, 4, 128, 128, 128, 32)], ids=["odd", "m3"])
-def test_qk_norm_rope(dims: tuple[int, ...], sparse: bool, interpret: bool) -> None:
-    """Queries, keys and values against float64; the second of three rows is padding and writes nothing."""
+@dataclass(frozen=True)
+class NewTokens:
+    """Three rows with a new token each; the second is padding and writes nothing."""
+
+    heads: list[jax.Array]  # of each kind in a layout
+    weights: list[np.ndarray]
+    angle: np.ndarray
+    pages: LayerPages
+    rows: PagedRows
+    layout: HeadLayout
+    norms: HeadNorms
+    cos: jax.Array
+    sin: jax.Array
+
+    @property
+    def written(self) -> tuple[list[int], np.ndarray, np.ndarray]:
+        """Rows that write, their pages and offsets there."""
+        real, position = [0, 2], np.asarray(self.rows.positions)[:, 0]
+        block_size = self.pages.k.shape[2]
+        page = np.asarray(self.rows.page_table)[real, position[real] // block_size]
+        return real, page, position[real] % block_size
+
+    def run(self, function, pages: LayerPages):
+        """Jitted where it is a kernel; else operation by operation."""
+        x = jnp.concatenate([h.reshape(*h.shape[:2], -1) for h in self.heads], axis=-1)
+        run = partial(function, x, self.layout, self.norms, self.cos, self.sin, rows=self.rows, eps=1e-6)
+        return run(pages=pages) if function is qk_norm_rope else jax.jit(lambda p: run(pages=p))(pages)
+
+
+DIMS = pytest.mark.parametrize("dims", [(6, 2, 24, 40, 16, 5), (64, 4, 128, 128, 128, 32)], ids=["odd", "m3"])
+
+
+def new_tokens(dims: tuple[int, ...], sparse: bool) -> NewTokens:
     n_heads, n_kv_heads, head_dim, index_dim, block_size, n_pairs = dims
-    layout = HeadLayout(n_heads, n_kv_heads, head_dim, index_dim if sparse else None)
-    rng, eps, n_rows, n_blocks = np.random.default_rng(3), 1e-6, 3, 4
+    rng, n_rows, n_blocks = np.random.default_rng(3), 3, 4
     sizes = [(n_heads, head_dim), (n_kv_heads, head_dim), (n_kv_heads, head_dim)]
     sizes += [(n_kv_heads, index_dim), (1, index_dim)] if sparse else []
     heads = [jnp.asarray(rng.standard_normal((n_rows, 1, *s)), BF16) for s in sizes]
-    projected = jnp.concatenate([h.reshape(n_rows, 1, -1) for h in heads], axis=-1)
     weights = [
         (rng.standard_normal(d) * 0.3).astype(np.float32) for d in (head_dim, head_dim, index_dim, index_dim)
     ]
-    norms = HeadNorms(*(jnp.asarray(w) if sparse or n < 2 else None for n, w in enumerate(weights)))
     angle = rng.uniform(-3, 3, (n_rows, 1, n_pairs))
-    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
     n_pages = n_rows * n_blocks + 1
     shape = (n_pages, n_kv_heads, block_size, head_dim)
-    old = [rng.standard_normal(s) for s in (shape, shape, (n_pages, block_size, index_dim))]
-    pages = LayerPages(
-        *(jnp.asarray(a, BF16) for a in old[:2]), jnp.asarray(old[2], BF16) if sparse else None
-    )
+    old = [
+        jnp.asarray(rng.standard_normal(s), BF16) for s in (shape, shape, (n_pages, block_size, index_dim))
+    ]
     table = rng.permutation(n_pages)[: n_rows * n_blocks].reshape(n_rows, n_blocks).astype(np.int32)
     positions = np.array([0, block_size, 3 * block_size - 1])
     lengths = positions + np.array([1, 0, 1])
-    rows = PagedRows(
-        jnp.asarray(table), jnp.asarray(positions[:, None], jnp.int32), jnp.asarray(lengths, jnp.int32), 4
+    return NewTokens(
+        heads,
+        weights,
+        angle,
+        LayerPages(old[0], old[1], old[2] if sparse else None),
+        PagedRows(
+            jnp.asarray(table), jnp.asarray(positions[:, None], jnp.int32), jnp.asarray(lengths, jnp.int32), 4
+        ),
+        HeadLayout(n_heads, n_kv_heads, head_dim, index_dim if sparse else None),
+        HeadNorms(*(jnp.asarray(w) if sparse or n < 2 else None for n, w in enumerate(weights))),
+        *(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin)),
     )
 
-    want = [f64(h) for h in heads]
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@DIMS
+def test_qk_norm_rope(dims: tuple[int, ...], sparse: bool, interpret: bool) -> None:
+    """Queries, keys and values against float64."""
+    t = new_tokens(dims, sparse)
+    want = [f64(h) for h in t.heads]
     for kind, weight in ((0, 0), (1, 1), (3, 2), (4, 3)):
         if kind < len(want):
-            for row in range(n_rows):
-                for head in range(want[kind].shape[2]):
-                    x = want[kind][row, 0, head]
-                    want[kind][row, 0, head] = turned(x, f64(weights[weight]), angle[row, 0], eps)
-    arguments = (projected, layout, norms, cos, sin, pages, rows)
-    reference = qk_norm_rope(*arguments, eps=eps)
-    run = partial(norm_rope_triton.qk_norm_rope, eps=eps, interpret=interpret)
-    got = jax.jit(lambda x, p: run(x, layout, norms, cos, sin, p, rows))(projected, pages)
+            for row, _, head in np.ndindex(want[kind].shape[:3]):
+                x = want[kind][row, 0, head]
+                want[kind][row, 0, head] = turned(x, f64(t.weights[weight]), t.angle[row, 0], 1e-6)
+    reference = t.run(qk_norm_rope, t.pages)
+    got = t.run(partial(norm_rope_triton.qk_norm_rope, interpret=interpret), t.pages)
     assert_twice(got[0], reference[0], want[0])
     if sparse:
         assert_twice(got[1], reference[1], want[3])
     names = ["k", "v", "index_k"] if sparse else ["k", "v"]
     for name, kind in zip(names, (1, 2, 4), strict=False):
-        expected = f64(getattr(pages, name))
-        for row in (0, 2):
-            page, offset = table[row, positions[row] // block_size], positions[row] % block_size
+        expected = f64(getattr(t.pages, name))
+        for row, page, offset in zip(*t.written, strict=True):
             if name == "index_k":
                 expected[page, offset] = want[kind][row, 0, 0]
             else:
                 expected[page, :, offset] = want[kind][row, 0]
         assert_twice(getattr(got[2], name), getattr(reference[2], name), expected)
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("kv_format", PAGE_FORMATS)
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@DIMS
+def test_new_keys_and_values_are_rounded(
+    dims: tuple[int, ...], sparse: bool, kv_format: str, interpret: bool
+) -> None:
+    """The keys and values that the kernel writes to plain pages, rounded; nothing else changes.
+
+    A head of zeros is among them, and one whose largest number is in the part that does not turn.
+    Interpreted, codes and scales are the reference's; a GPU divides less exactly, so there the rule is of the
+    numbers.
+    """
+    t = new_tokens(dims, sparse)
+    for kind in (1, 2):
+        t.heads[kind] = t.heads[kind].at[0, 0, 0].set(0).at[2, 0, 1, -1].set(50)
+    run = partial(norm_rope_triton.qk_norm_rope, interpret=interpret)
+    *plain_queries, plain = t.run(run, t.pages)
+    nan = jnp.full(t.pages.k.shape[:-1], jnp.nan)
+    pages = replace(rounded(t.pages, kv_format), k_scale=nan, v_scale=nan)
+    *queries, got = t.run(run, pages)
+    reference = t.run(qk_norm_rope, pages)[-1]
+    for a, b in zip((*queries, got.index_k), (*plain_queries, plain.index_k), strict=True):
+        np.testing.assert_array_equal(a, b)
+    _, page, offset = t.written
+    for name in ("k", "v"):
+        codes, scale, written = (
+            getattr(p, n) for p, n in ((got, name), (got, f"{name}_scale"), (plain, name))
+        )
+        (want_codes,), want_scale = round_heads([written[page, :, offset]], codes.dtype)
+        new = [a[page, :, offset] for a in (codes, scale)]
+        assert new[1][0, 0] == 1
+        assert_twice(numbers(*new), numbers(want_codes, want_scale), f64(written[page, :, offset]))
+        # Scales are products, which are the same everywhere.
+        np.testing.assert_array_equal(new[1], want_scale)
+        if interpret:
+            np.testing.assert_array_equal(codes, getattr(reference, name))
+            np.testing.assert_array_equal(scale, getattr(reference, f"{name}_scale"))
+        for a, before in ((codes, getattr(pages, name)), (scale, nan)):
+            a = np.asarray(a).copy()
+            a[page, :, offset] = np.asarray(before)[page, :, offset]
+            np.testing.assert_array_equal(a, before)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA A100-SXM4-80GB", "NVIDIA H200"])
+@pytest.mark.parametrize("kv_format", PAGE_FORMATS)
+def test_the_kernels_of_rounded_pages_lower_for_cuda(kv_format: str, device: str) -> None:
+    """At M3's sizes, on a machine without a GPU; fp8 without what needs compute capability 8.9."""
+    n_rows, n_blocks, n_pages, f32 = 2, 64, 256, jnp.float32
+    code, shape = PAGE_FORMATS[kv_format].dtype, (n_pages, 4, 128)
+    pages = LayerPages(
+        *(jax.ShapeDtypeStruct((*shape, 128), code) for _ in "kv"),
+        jax.ShapeDtypeStruct((n_pages, 128, 128), BF16),
+        *(jax.ShapeDtypeStruct(shape, f32) for _ in "kv"),
+    )
+    projected = jax.ShapeDtypeStruct((n_rows, 1, (64 + 2 * 4 + 4 + 1) * 128), BF16)
+    norm, turn = jax.ShapeDtypeStruct((128,), f32), jax.ShapeDtypeStruct((n_rows, 1, 32), f32)
+    integers = (
+        jax.ShapeDtypeStruct(s, jnp.int32) for s in ((n_rows, n_blocks), (n_rows, 1, 4, 16), (n_rows,))
+    )
+
+    def run(projected, norms, turn, pages, table, blocks, lengths):
+        rows = PagedRows(table, lengths[:, None] - 1, lengths, n_blocks)
+        layout = HeadLayout(64, 4, 128, 128)
+        q, _, pages = norm_rope_triton.qk_norm_rope(
+            projected, layout, norms, turn, turn, pages, rows, eps=1e-6
+        )
+        return [attention_triton.block_attention(q, pages, rows, chosen) for chosen in (blocks, None)], pages
+
+    text = lowered_for_cuda(run, projected, HeadNorms(*[norm] * 4), turn, pages, *integers, device=device)
+    assert text.count("__gpu$xla.gpu.triton") == 5

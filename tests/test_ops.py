@@ -22,7 +22,7 @@ from mmx_jax.params import TiledWeight, Weight, parameters
 from mmx_jax.rope import rope_tables
 from pallas_kernels.call import Call
 from pallas_kernels.ops import KERNELS, Ops, resolve
-from pallas_kernels.paging import PagedRows
+from pallas_kernels.paging import PAGE_FORMATS, PagedRows
 from tests.conftest import GOLDENS, lowered_for_cuda
 from tests.test_golden import golden
 
@@ -122,10 +122,11 @@ def test_a_packed_model_decodes_through_its_programs() -> None:
     assert [c.token_ids for c in completions] == expected["greedy"][:, :1].tolist()
 
 
-def test_the_decode_program_lowers_for_cuda() -> None:
+@pytest.mark.parametrize("kv_format", [None, *PAGE_FORMATS])
+def test_the_decode_program_lowers_for_cuda(kv_format: str | None) -> None:
     """M3's first five layers, three of them dense, with every kernel, on a machine without a GPU."""
     config = ModelConfig.from_file(bundled("minimax_m3.json")).first_layers(5)
-    model = packed(abstract_model(config, "bfloat16", recipes.load("int4_g64")))
+    model = packed(abstract_model(config, "bfloat16", recipes.load("int4_g64"), kv_format))
     graphdef, state = nnx.split(model)
     ops = resolve("pallas", H200, DECODE)
     n_rows, blocks = DECODE.rows, 64
@@ -140,7 +141,7 @@ def test_the_decode_program_lowers_for_cuda() -> None:
     shapes = (
         state,
         jax.eval_shape(partial(rope_tables, config, blocks * config.block_size)),
-        jax.eval_shape(partial(make_pages, config, n_rows * blocks, model.dtype)),
+        jax.eval_shape(partial(make_pages, config, n_rows * blocks, model.dtype, kv_format)),
         *(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((n_rows, 1), (n_rows, blocks), (n_rows,))),
     )
     names = re.findall(

@@ -8,10 +8,16 @@ Tried on one H200, M3's dims, all blocks of 128K / 512K keys in µs (this: 70 / 
 - 264 / 528 / 1056 programs: 74 / 71 / 77 at 128K; 1056 programs with 32 keys a step: 92 / 348.
 - 128 keys a step with 264 programs: 72 / 249 with two stages, 71 / 250 with 8 warps. Two or four stages with
   64 keys: within 2%.
+
+Rounded pages have not been timed on a GPU. Instructions of a warp for 64 keys, compiled offline with another
+Triton: bfloat16 370, int8 974, fp8 1038. Plain integer operations in place of fp8's assembly took 406 more; a
+cast, 90 fewer, but it needs compute capability 8.9.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +29,35 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import tuning
 from pallas_kernels.call import Call
 from pallas_kernels.paging import LayerPages, PagedRows
+from pallas_kernels.tiles import e4m3_to_bfloat16
 
 # Stands for minus infinity in running maxima, where -inf - -inf would be NaN.
 LOWEST = -1e30
 
 
-def _attend(*refs, keys: int, shares: int, dense: bool) -> None:
-    q_ref, k_ref, v_ref, table_ref, positions_ref, lengths_ref, *blocks_ref, out_ref, best_ref, total_ref = (
-        refs
-    )
+def _numbers(codes: Array, interpret: bool) -> Array:
+    """Codes of rounded pages in bfloat16; exact."""
+    return e4m3_to_bfloat16(codes, interpret) if codes.dtype == jnp.uint8 else codes.astype(jnp.bfloat16)
+
+
+def _attend(
+    q_ref: Any,
+    pages: Any,  # the references of LayerPages
+    table_ref: Any,
+    positions_ref: Any,
+    lengths_ref: Any,
+    blocks_ref: Any,
+    out_ref: Any,
+    best_ref: Any,
+    total_ref: Any,
+    *,
+    keys: int,
+    shares: int,
+    interpret: bool,
+) -> None:
+    dense = blocks_ref is None
     n_heads, head_dim = q_ref.shape[2:]
-    n_kv_heads, block_size = k_ref.shape[1:3]
+    n_kv_heads, block_size = pages.k.shape[1:3]
     group = n_heads // n_kv_heads
     row, kv_head, share = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head = jnp.arange(max(16, pl.next_power_of_2(group)))
@@ -45,7 +69,7 @@ def _attend(*refs, keys: int, shares: int, dense: bool) -> None:
 
     n_keys = jnp.minimum(lengths_ref[row], positions_ref[row, 0] + 1)
     steps_per_page = pl.cdiv(block_size, keys)
-    n_blocks = pl.cdiv(n_keys, block_size) if dense else blocks_ref[0].shape[2]
+    n_blocks = pl.cdiv(n_keys, block_size) if dense else blocks_ref.shape[2]
     steps = pl.cdiv(n_blocks * steps_per_page, shares)
     first = share * steps
     last = jnp.minimum(first + steps, n_blocks * steps_per_page)
@@ -53,21 +77,36 @@ def _attend(*refs, keys: int, shares: int, dense: bool) -> None:
     def attend(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, out = carry
         block = step // steps_per_page
-        block = block if dense else blocks_ref[0][row, kv_head, block]
+        block = block if dense else blocks_ref[row, kv_head, block]
         page = table_ref[row, jnp.maximum(block, 0)]
         offset = step % steps_per_page * keys + jnp.arange(keys)
         seen = (offset < block_size) & (block * block_size + offset < n_keys) & (block >= 0)
         # What a row does not hold is masked itself: the memory may contain NaN.
         mask = seen[:, None] & in_head[None, :]
-        k = plt.load(k_ref.at[page, kv_head, offset[:, None], lane[None, :]], mask=mask, other=0)
-        v = plt.load(v_ref.at[page, kv_head, offset[:, None], lane[None, :]], mask=mask, other=0)
-        s = plt.dot(q, k, trans_b=True) * (head_dim**-0.5 * math.log2(math.e))
+        k, v = (
+            plt.load(ref.at[page, kv_head, offset[:, None], lane[None, :]], mask=mask, other=0)
+            for ref in (pages.k, pages.v)
+        )
+        k_scale: Any = 1
+        v_scale: Any = 1
+        if pages.k_scale is not None:
+            k, v = (_numbers(codes, interpret) for codes in (k, v))
+            # They multiply scores and weights, of which there are fewer than codes.
+            k_scale, v_scale = (
+                plt.load(ref.at[page, kv_head, offset], mask=seen, other=1)[None, :]
+                for ref in (pages.k_scale, pages.v_scale)
+            )
+        s = plt.dot(q, k, trans_b=True) * (k_scale * (head_dim**-0.5 * math.log2(math.e)))
         s = jnp.where(seen[None, :], s, LOWEST)
         new_best = jnp.maximum(best, jnp.max(s, axis=1))
         weight = jnp.where(seen[None, :], jnp.exp2(s - new_best[:, None]), 0)
         decay = jnp.exp2(best - new_best)
+        scaled = (weight * v_scale).astype(v.dtype)
+        if pages.v_scale is not None:
+            # What the rounding leaves of it. Else a value's dims are all off alike, too much if keys are few.
+            weight = scaled.astype(jnp.float32) / v_scale
         total = total * decay + jnp.sum(weight, axis=1)
-        out = out * decay[:, None] + plt.dot(weight.astype(v.dtype), v)
+        out = out * decay[:, None] + plt.dot(scaled, v)
         return new_best, total, out
 
     carry = (
@@ -100,7 +139,7 @@ def _merge(out_ref, best_ref, total_ref, merged_ref) -> None:
 
 def supported(call: Call) -> str | None:
     """What is in the way of this call, if anything."""
-    return call.wrong_dtype() or call.no_decoding() or call.rounded_pages()
+    return call.wrong_dtype() or call.no_decoding()
 
 
 def block_attention(
@@ -119,17 +158,18 @@ def block_attention(
     # A step never crosses a page.
     keys = min(tuned["keys"], max(16, pl.next_power_of_2(block_size)))
     shares = min(max(tuned["programs"] // (n_rows * n_kv_heads), 1), n_blocks * pl.cdiv(block_size, keys))
-    chosen = () if blocks is None else (blocks[:, 0],)
-    operands = (q, pages.k, pages.v, rows.page_table, rows.positions, rows.lengths, *chosen)
+    pages = replace(pages, index_k=None)
+    chosen = None if blocks is None else blocks[:, 0]
+    operands = (q, pages, rows.page_table, rows.positions, rows.lengths, chosen)
     partials = pl.pallas_call(
-        partial(_attend, keys=keys, shares=shares, dense=blocks is None),
+        partial(_attend, keys=keys, shares=shares, interpret=interpret),
         out_shape=[
             jax.ShapeDtypeStruct((n_rows, shares, n_heads, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((n_rows, shares, n_heads), jnp.float32),
             jax.ShapeDtypeStruct((n_rows, shares, n_heads), jnp.float32),
         ],
         grid=(n_rows, n_kv_heads, shares),
-        in_specs=[pl.no_block_spec] * len(operands),
+        in_specs=jax.tree.map(lambda _: pl.no_block_spec, operands),
         out_specs=[pl.no_block_spec] * 3,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,

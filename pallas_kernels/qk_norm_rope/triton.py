@@ -1,12 +1,13 @@
 """qk_norm_rope as one Pallas-Triton kernel, for decoding: a program norms and rotates one head of one token.
 
-Queries go to new arrays; keys and values go straight to their slots in the pages, which are changed in place.
+Queries go to new arrays; keys and values go straight to their slots in the pages, which are changed in place,
+rounded where the pages are. Rounding has not been timed on a GPU.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,16 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
 from pallas_kernels.call import Call
-from pallas_kernels.paging import LayerPages, PagedRows
+from pallas_kernels.paging import LayerPages, PagedRows, round_heads
 from pallas_kernels.qk_norm_rope.reference import HeadLayout, HeadNorms
+
+
+class _Part(NamedTuple):
+    """Some dims of a head, which of them are real, and their values."""
+
+    dims: Array
+    real: Array
+    values: Array
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class _Heads:
     count: int
     dim: int
     norm_ref: Any  # None: passed through
-    store: Callable[[Array, Array, Array, Array], None]  # head, dims, their values, which are real
+    store: Callable[[Array, list[_Part]], None]  # of a head, whose parts are these
 
 
 def _norm_rope(x_ref, cos_ref, sin_ref, row, first, heads: _Heads, head, eps) -> None:
@@ -51,8 +60,8 @@ def _norm_rope(x_ref, cos_ref, sin_ref, row, first, heads: _Heads, head, eps) ->
         )
         a, b, *others = values
         values = [a * cos - b * sin, b * cos + a * sin, *others]
-    for (i, m), x in zip(parts, values, strict=True):
-        heads.store(head, i, x, m)
+        values = [x.astype(x_ref.dtype) for x in values]
+    heads.store(head, [_Part(i, m, x) for (i, m), x in zip(parts, values, strict=True)])
 
 
 def _kernel(
@@ -79,22 +88,28 @@ def _kernel(
     valid = position < lengths_ref[row]
 
     def to_query(ref: Any) -> Callable:
-        def store(head: Array, i: Array, x: Array, mask: Array) -> None:
-            plt.store(ref.at[row, 0, head, i], x.astype(ref.dtype), mask=mask)
+        def store(head: Array, parts: list[_Part]) -> None:
+            for part in parts:
+                plt.store(ref.at[row, 0, head, part.dims], part.values, mask=part.real)
 
         return store
 
-    def to_pages(ref: Any) -> Callable:
-        def store(head: Array, i: Array, x: Array, mask: Array) -> None:
-            at = ref.at[page, head, offset, i] if len(ref.shape) == 4 else ref.at[page, offset, i]
-            plt.store(at, x.astype(ref.dtype), mask=mask & valid)
+    def to_pages(ref: Any, scale_ref: Any = None) -> Callable:
+        def store(head: Array, parts: list[_Part]) -> None:
+            values = [part.values for part in parts]
+            if scale_ref is not None:
+                values, scale = round_heads(values, ref.dtype)
+                plt.store(scale_ref.at[page, head, offset], scale, mask=valid)
+            for (dims, real, _), x in zip(parts, values, strict=True):
+                at = ref.at[page, head, offset, dims] if len(ref.shape) == 4 else ref.at[page, offset, dims]
+                plt.store(at, x, mask=real & valid)
 
         return store
 
     kinds = [
         _Heads(layout.n_heads, layout.head_dim, norms.q, to_query(q_ref)),
-        _Heads(layout.n_kv_heads, layout.head_dim, norms.k, to_pages(pages.k)),
-        _Heads(layout.n_kv_heads, layout.head_dim, None, to_pages(pages.v)),
+        _Heads(layout.n_kv_heads, layout.head_dim, norms.k, to_pages(pages.k, pages.k_scale)),
+        _Heads(layout.n_kv_heads, layout.head_dim, None, to_pages(pages.v, pages.v_scale)),
     ]
     if layout.index_dim is not None:
         kinds += [
@@ -111,7 +126,7 @@ def _kernel(
 
 def supported(call: Call) -> str | None:
     """What is in the way of this call, if anything."""
-    return call.wrong_dtype() or call.no_decoding() or call.rounded_pages()
+    return call.wrong_dtype() or call.no_decoding()
 
 
 def qk_norm_rope(
