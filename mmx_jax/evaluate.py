@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mmx_jax.loading import Source
 
 TRANSFORMERS = "transformers"
-DEFAULT_LENGTH = 2048
+DEFAULT_LENGTH = 4096
 # What two models must have in common for their tokens, layers, blocks and experts to be comparable.
 SAME = (
     "vocab_size num_layers hidden_size moe_layers sparse_layers num_kv_heads block_size top_blocks"
