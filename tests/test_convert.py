@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,7 +22,9 @@ from mmx_jax import SamplingParams, checkpoint, recipes
 from mmx_jax.checkpoint import Manifest, restore, verify
 from mmx_jax.conversion import convert, prepare
 from mmx_jax.convert import main
+from mmx_jax.decode import main as decode
 from mmx_jax.errors import CheckpointError, InputError
+from mmx_jax.inspect import main as inspect
 from pallas_kernels.qtensor import QTensor
 from tests.conftest import GOLDENS
 from tests.synthetic import write_checkpoint
@@ -86,6 +89,33 @@ def test_codes_of_a_release_are_kept(name: str, tmp_path: Path) -> None:
     rows, length = golden["input_ids"].shape
     model = mmx_jax.load(tmp_path / "out", dtype="float32", max_length=length, batch=rows)
     np.testing.assert_allclose(model.logits(golden["input_ids"]), golden["logits"], rtol=0, atol=2e-4)
+
+
+def test_blocks_of_fp8_are_kept(tmp_path: Path) -> None:
+    """A source with a scale for 128 x 128: codes and scales of the edge blocks too."""
+    source = write_checkpoint(tmp_path / "source", expert_intermediate_size=200)
+    file = source / "layer-1.safetensors"
+    tensors = load_file(file)
+    rng = np.random.default_rng(3)
+    stem = "language_model.model.layers.1.block_sparse_moe.experts."
+    for e in range(6):
+        name = f"{stem}{e}.w1.weight"
+        tensors[name] = rng.normal(size=(200, 256)).astype(ml_dtypes.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = rng.uniform(0.01, 1, (2, 2)).astype(np.float32)
+    save_file(tensors, file)
+    index = json.loads((source / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if f != file.name}
+    index["weight_map"] |= dict.fromkeys(tensors, file.name)
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    manifest = converted(source, tmp_path / "out", "fp8", layers=(1, 2))
+    path = "layers.1.moe.experts.gate"
+    buffers = restore(tmp_path / "out", manifest, [path], lambda *_: HOST)[path]
+    for e in range(6):
+        codes, scale = tensors[f"{stem}{e}.w1.weight"], tensors[f"{stem}{e}.w1.weight_scale_inv"]
+        assert np.asarray(buffers["data"][e]).tobytes() == codes.tobytes()
+        np.testing.assert_array_equal(buffers["scale"][e], scale)
+    assert manifest.entries[path].rms_error == 0
+    assert manifest.entries["layers.1.moe.experts.up"].rms_error > 0.01
 
 
 SOURCES = {
@@ -515,6 +545,45 @@ def test_bad_input_is_one_line(
     assert out == ""
     assert len(err.splitlines()) == 1
     assert message in err
+
+
+def test_decoding_a_converted_checkpoint(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By the command; with its plan, which reads no weights; and with kernels, which take their own order."""
+    arguments = ["--checkpoint", str(whole), "--prompt-ids", "5,6,7", "--max-new-tokens", "4", "--json"]
+    assert decode([*arguments, "--plan"]) == 0
+    plan, _ = capsys.readouterr()
+    assert "in 54 parameters" in plan
+    assert "in int8" in plan
+    found = []
+    for kernels in ("reference", "interpret"):
+        assert decode([*arguments, "--kernels", kernels, "--ignore-eos"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["token_ids"])
+    assert found[0] == found[1]
+    assert decode([*arguments, "--layers", "2", "--attention", "dense"]) == 0
+
+
+def test_inspect(whole: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect([str(source), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["layers"], facts["experts"], facts["converted"]) == (3, 6, False)
+    n_bytes = sum(t.nbytes for f in source.glob("*.safetensors") for t in load_file(f).values())
+    assert sum(f["bytes"] for f in facts["formats"].values()) == n_bytes
+    assert inspect([str(whole), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["missing_parts"] == []
+    on_disk = sum(len(content) for place, content in arrays(whole).items() if not place.endswith(".zarray"))
+    assert sum(f["bytes"] for f in facts["formats"].values()) == on_disk
+    int8 = facts["formats"]["int8"]
+    assert int8["rms_error"] == max(
+        entry.rms_error for entry in Manifest.read(whole).entries.values() if entry.format == "int8"
+    )
+    w = read_released(source)[SOURCES["head"]]
+    got = numbers(whole, "head")
+    assert int8["rms_error"] >= np.sqrt(np.mean((got - w) ** 2) / np.mean(w**2)) * (1 - 1e-4)
+    assert inspect([str(whole)]) == 0
+    assert f"largest rms error in int8: {int8['worst']}" in capsys.readouterr().out
+    assert inspect([str(whole / "none")]) == 2
+    assert "none: no such directory" in capsys.readouterr().err
 
 
 def test_a_converted_checkpoint_takes_no_recipe(whole: Path) -> None:
