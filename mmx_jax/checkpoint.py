@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -33,6 +34,9 @@ from pallas_kernels.formats import FORMATS, Plain, Shape
 
 MANIFEST, RECIPE, PARTS = "manifest.json", "recipe.json", "parts"
 VERSION = 1
+
+# At every save it looks for OCDBT files, of which there are none, and warns.
+logging.getLogger("absl").addFilter(lambda record: "OCDBT" not in record.getMessage())
 
 Buffers = Mapping[str, np.ndarray]
 

@@ -163,7 +163,7 @@ def convert(conversion: Conversion, progress: Callable[[str, int, int], None]) -
     c.directory.mkdir(parents=True, exist_ok=True)
     needed = sum(c.stored_bytes(path) for paths in c.remaining.values() for path in paths)
     if (free := shutil.disk_usage(c.directory).free) < needed:
-        raise InputError(f"{c.directory}: {needed / 1e6:,.0f} MB to write and {free / 1e6:,.0f} MB free")
+        raise InputError(f"{c.directory}: {needed / 1e6:,.1f} MB to write and {free / 1e6:,.1f} MB free")
     writer = Writer(c.directory, c.identity)
     try:
         for file in _copied(c.source):
