@@ -32,7 +32,7 @@ from mmx_jax.config import read_json
 from mmx_jax.errors import CheckpointError
 from pallas_kernels.formats import FORMATS, Plain, Shape
 
-MANIFEST, RECIPE, PARTS = "manifest.json", "recipe.json", "parts"
+MANIFEST, RECIPE, PARTS, PARTIAL = "manifest.json", "recipe.json", "parts", ".partial"
 VERSION = 1
 
 # At every save it looks for OCDBT files, of which there are none, and warns.
@@ -114,9 +114,16 @@ def is_converted(directory: Path) -> bool:
     return (directory / MANIFEST).is_file()
 
 
+def is_fresh(directory: Path) -> bool:
+    """Whether there is nothing, or nothing but what a process left that was killed while it began."""
+    if not directory.is_dir():
+        return not directory.exists()
+    return all(file.name == f"{MANIFEST}{PARTIAL}" for file in directory.iterdir())
+
+
 def write_file(file: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    beside = file.with_name(file.name + ".partial")
+    beside = file.with_name(file.name + PARTIAL)
     with beside.open("wb") as handle:
         handle.write(content)
         handle.flush()

@@ -82,17 +82,18 @@ def prepare(
         raise InputError(f"{source}: no such directory")
     if checkpoint.is_converted(source):
         raise CheckpointError(f"{source}: is converted already; convert from the original")
-    config = ModelConfig.from_dir(source).with_attention(attention)
+    config = ModelConfig.from_dir(source)
     first, last = layers or (0, config.num_layers)
     if not 0 <= first < last <= config.num_layers:
         raise InputError(f"layers {first}:{last}: the model has layers 0:{config.num_layers}")
-    specs = formats_and_shapes(abstract_model(config, "bfloat16", recipe))
+    model = abstract_model(config.with_attention(attention), "bfloat16", recipe)
+    specs = formats_and_shapes(model)
     if only is not None:
         specs = {path: spec for path, spec in specs.items() if ADDITIONS[only] in path}
     formats = {path: form for path, (form, _) in specs.items()}
     shapes = {path: shape for path, (_, shape) in specs.items()}
     opened = open_checkpoint(source)
-    plan = _plan(opened, formats, shapes, config, attention, only)
+    plan = _plan(opened, formats, shapes, attention, only)
     parts: dict[str, list[str]] = {}
     for name, paths in groupby(plan.paths, key=part_of):
         index = int(name.split(".")[1]) if name.startswith("layers.") else None
@@ -102,11 +103,11 @@ def prepare(
     identity = Manifest(recipe.digest, attention, {only or "all": mark}, {})
     done: frozenset[str] = frozenset()
     if checkpoint.is_converted(directory):
-        identity = _same(directory, identity, only)
+        identity = _same(directory, config, identity, only)
         done = frozenset(identity.parts)
     elif only is not None:
         raise InputError(f"{directory}: --only {only} adds to a converted checkpoint, and there is none")
-    elif directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+    elif not checkpoint.is_fresh(directory):
         raise InputError(f"{directory}: exists and is no converted checkpoint; give a new directory")
     return Conversion(source, directory, recipe, plan, formats, shapes, identity, parts, done)
 
@@ -115,7 +116,6 @@ def _plan(
     opened: Checkpoint,
     formats: dict[str, str],
     shapes: dict[str, Shape],
-    config: ModelConfig,
     attention: str,
     only: str | None,
 ) -> LoadPlan:
@@ -128,7 +128,7 @@ def _plan(
     return plan_load(opened, wanted, indexer=attention == "sparse")
 
 
-def _same(directory: Path, identity: Manifest, only: str | None) -> Manifest:
+def _same(directory: Path, config: ModelConfig, identity: Manifest, only: str | None) -> Manifest:
     """The directory's manifest, if it is of the same source and recipe; or has the rest, for an addition."""
     found = Manifest.read(directory)
     if found.recipe != identity.recipe:
@@ -139,6 +139,8 @@ def _same(directory: Path, identity: Manifest, only: str | None) -> Manifest:
         if found.sources.get(name, mark) != mark:
             raise InputError(f"{directory}: was made from another source; give a new directory")
     if only is not None:
+        if ModelConfig.from_dir(directory) != config:
+            raise InputError(f"{directory / 'config.json'}: is of another model than the source's")
         clash = [path for path in found.entries if ADDITIONS[only] in path]
         if clash and only not in found.sources:  # else it goes on with an addition
             raise InputError(f"{directory}: has {clash[0]} and more of the {only} already")
@@ -166,14 +168,17 @@ def convert(conversion: Conversion, progress: Callable[[str, int, int], None]) -
         raise InputError(f"{c.directory}: {needed / 1e6:,.1f} MB to write and {free / 1e6:,.1f} MB free")
     writer = Writer(c.directory, c.identity)
     try:
-        for file in _copied(c.source):
-            checkpoint.write_file(c.directory / file.name, file.read_bytes())
-        checkpoint.write_file(c.directory / RECIPE, c.recipe.to_json().encode())
-        writer.manifest.write(c.directory)
-        total = sum(c.plan.source_bytes(path) for paths in c.remaining.values() for path in paths)
+        writer.manifest.write(c.directory)  # first, because it says whose the directory is
+        if "all" in c.identity.sources and not c.identity.parts:
+            for file in _copied(c.source):
+                checkpoint.write_file(c.directory / file.name, file.read_bytes())
+            checkpoint.write_file(c.directory / RECIPE, c.recipe.to_json().encode())
+        # Without what another process completed after this one looked.
+        remaining = {n: paths for n, paths in c.remaining.items() if n not in writer.manifest.parts}
+        total = sum(c.plan.source_bytes(path) for paths in remaining.values() for path in paths)
         done = 0
         with jax.default_device(jax.devices("cpu")[0]):
-            for name, paths in c.remaining.items():
+            for name, paths in remaining.items():
                 with writer.part(name) as part:
                     for path in paths:
                         for step in _convert(c, path, part):

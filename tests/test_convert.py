@@ -1,5 +1,6 @@
 """Converting: what comes out, against the source; what is kept when it is stopped, broken or full."""
 
+import dataclasses
 import errno
 import json
 import multiprocessing
@@ -317,6 +318,19 @@ def test_what_an_interrupted_part_left_is_not_trusted(source: Path, tmp_path: Pa
     assert {place.name for place in (tmp_path / "out" / "parts").iterdir()} == whole.parts.keys()
 
 
+def test_killed_while_it_began(source: Path, tmp_path: Path) -> None:
+    """Half a manifest and nothing else; or no part yet, and not all files of the tokenizer."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "manifest.json.partial").write_text('{"version"')
+    whole = converted(source, out, "bf16", layers=(0, 1))
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    dataclasses.replace(whole, parts={}).write(begun)
+    assert converted(source, begun, "bf16", layers=(0, 1)) == whole
+    assert {f.name for f in begun.iterdir()} == {"config.json", "manifest.json", "parts", "recipe.json"}
+
+
 def test_the_indexer_can_be_added(tmp_path: Path) -> None:
     source = GOLDENS / "tiny_text"
     whole = converted(source, tmp_path / "whole", "int8")
@@ -325,6 +339,8 @@ def test_the_indexer_can_be_added(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"indexer.* is missing.*--attention dense"):
         mmx_jax.load(tmp_path / "out")
     before = arrays(tmp_path / "out")
+    with pytest.raises(InputError, match=r"config\.json: is of another model than the source's"):
+        converted(GOLDENS / "tiny_vl", tmp_path / "out", "int8", only="indexer")
     manifest = converted(source, tmp_path / "out", "int8", only="indexer")
     assert {p: e for p, e in manifest.entries.items() if ".indexer." not in p} == without.entries
     assert manifest.entries == whole.entries
