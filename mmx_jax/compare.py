@@ -22,7 +22,7 @@ from mmx_jax.engine import Progress
 from mmx_jax.errors import InputError, NonFiniteError
 from mmx_jax.model import M3, forward
 
-Windows = Sequence[Int[np.ndarray, " T"]]
+Windows = Sequence[Int[np.ndarray, " _"]]  # of different lengths
 
 _ROWS = 64  # positions whose distributions are in float64 at a time
 
