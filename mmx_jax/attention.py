@@ -77,18 +77,18 @@ class Attention(nnx.Module):
 
     def __call__(
         self, x: Float[Array, "B T D"], pages: LayerPages, step: Step
-    ) -> tuple[Float[Array, "B T D"], LayerPages, Int[Array, "B T K P"] | None]:
-        """The layer's output, the pages with the new tokens in them, and the blocks each KV head chose."""
+    ) -> tuple[Float[Array, "_ B T D"], LayerPages, Int[Array, "B T K P"] | None]:
+        """The output's terms, the pages with the new tokens in them, and the blocks each KV head chose."""
         c, ops = self.config, step.ops
-        projected = project(x, self.projections, ops).astype(x.dtype)
         q, index_q, pages = ops.qk_norm_rope(
-            projected,
+            project(x, self.projections, ops),
             self.layout,
             self.head_norms,
             step.cos,
             step.sin,
             pages,
             step.rows,
+            dtype=x.dtype,
             eps=c.rms_norm_eps,
         )
         blocks = None
@@ -102,4 +102,4 @@ class Attention(nnx.Module):
                 init_blocks=c.init_blocks,
             )
         out = ops.block_attention(q, pages, step.rows, blocks)
-        return ops.qmatmul(out.reshape(*x.shape[:2], -1), self.o.tensor()).astype(x.dtype), pages, blocks
+        return ops.qmatmul(out.reshape(*x.shape[:2], -1), self.o.tensor()), pages, blocks

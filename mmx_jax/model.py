@@ -41,7 +41,10 @@ class LayerTrace:
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)).
+
+    What is added last is added by whoever norms the sum: as terms, it is read once.
+    """
 
     def __init__(self, config: ModelConfig, index: int, dtype: str, *, rngs: nnx.Rngs):
         c = config
@@ -56,30 +59,30 @@ class Layer(nnx.Module):
     def pack(self) -> None:
         """Hold the weights in the kernels' order."""
         self.attention.pack()
-        for part in [self.moe.experts, self.moe.shared] if hasattr(self, "moe") else [self.mlp]:
-            part.pack()
+        (self.moe if hasattr(self, "moe") else self.mlp).pack()
 
     def __call__(
-        self, x: Float[Array, "B T D"], pages: LayerPages, step: Step
-    ) -> tuple[Float[Array, "B T D"], LayerPages, LayerTrace]:
-        hidden = x
+        self, x: Float[Array, "B T D"], terms: Float[Array, "_ B T D"], pages: LayerPages, step: Step
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "_ B T D"], LayerPages, LayerTrace]:
+        """The residual stream and the terms that are still to be added to it, from layer to layer."""
+        ops, shape = step.ops, x.shape
         with jax.named_scope("attention"):
-            attended, pages, blocks = self.attention(self.input_norm(x), pages, step)
-            x = x + attended
-        normed = self.post_norm(x)
+            x, normed = self.input_norm(x, terms, ops)
+            hidden = x
+            terms, pages, blocks = self.attention(normed, pages, step)
         if hasattr(self, "mlp"):
             with jax.named_scope("mlp"):
-                return (
-                    x + self.mlp(normed, step.ops).astype(x.dtype),
-                    pages,
-                    LayerTrace(hidden, None, None, blocks),
-                )
+                x, normed = self.post_norm(x, terms, ops)
+                terms = self.mlp(normed, ops)
+            return x, terms, pages, LayerTrace(hidden, None, None, blocks)
+        x, terms = (a.reshape(*a.shape[:-3], -1, a.shape[-1]) for a in (x, terms))
+        with jax.named_scope("router"):
+            x, normed, routing = self.moe.router(x, terms, self.post_norm, step.rows.valid.reshape(-1), ops)
         with jax.named_scope("moe"):
-            flat = normed.reshape(-1, x.shape[-1])
-            out, routing = self.moe(flat, step.rows.valid.reshape(-1), step.ops)
-        experts, weights = (a.reshape(*x.shape[:2], -1) for a in (routing.experts, routing.weights))
-        x = x + out.reshape(x.shape).astype(x.dtype)
-        return x, pages, LayerTrace(hidden, experts, weights, blocks)
+            terms = self.moe(normed, routing, ops)
+        experts, weights = (a.reshape(*shape[:2], -1) for a in (routing.experts, routing.weights))
+        trace = LayerTrace(hidden, experts, weights, blocks)
+        return x.reshape(shape), terms.reshape(-1, *shape), pages, trace
 
 
 class M3(nnx.Module):
@@ -100,15 +103,18 @@ class M3(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "B T"], pages: Pages, step: Step
     ) -> tuple[Float[Array, "B T D"], Pages, tuple[LayerTrace, ...]]:
-        """Hidden states after the last layer, before the final norm."""
-        x = self.embed.tensor().dequantize()[tokens]
+        """Hidden states after the final norm."""
+        terms = self.embed.tensor().dequantize()[tokens][None]
+        x = jnp.zeros_like(terms[0])
         new_pages, traces = [], []
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{i}"):
-                x, layer_pages, trace = layer(x, pages[i], step)
+                x, terms, layer_pages, trace = layer(x, terms, pages[i], step)
             new_pages.append(layer_pages)
             traces.append(trace)
-        return x, tuple(new_pages), tuple(traces)
+        with jax.named_scope("norm"):
+            _, normed = self.norm(x, terms, step.ops)
+        return normed, tuple(new_pages), tuple(traces)
 
     def pack(self, part: str | None = None) -> None:
         """Hold the weights below `part`, such as `layers.3` or `head`, or all, in the kernels' order.
@@ -122,9 +128,9 @@ class M3(nnx.Module):
             [self.head] = tiled([self.head])
 
     def logits(self, hidden: Float[Array, "*T D"], ops: Ops) -> Float[Array, "*T V"]:
-        """Final norm and head, in float32."""
+        """The head, in float32."""
         with jax.named_scope("head"):
-            return ops.qmatmul(self.norm(hidden), self.head.tensor())
+            return jnp.sum(ops.qmatmul(hidden, self.head.tensor()), axis=0)
 
 
 def random_model(

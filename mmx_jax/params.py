@@ -13,7 +13,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.formats import FORMATS, Plain, Shape
 from pallas_kernels.ops import Ops
-from pallas_kernels.qk_norm_rope.reference import rms_norm
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.tiles import TiledTensor, pack
 
@@ -92,9 +91,12 @@ def tiled(weights: Sequence[AnyWeight]) -> list[TiledWeight]:
     ]
 
 
-def project(x: Float[Array, "*T D"], weights: Sequence[AnyWeight], ops: Ops) -> Float[Array, "*T F"]:
-    """The outputs of all weights side by side, in float32."""
-    return jnp.concatenate([ops.qmatmul(x, w.tensor()) for w in weights], axis=-1)
+def project(x: Float[Array, "*T D"], weights: Sequence[AnyWeight], ops: Ops) -> Float[Array, "_ *T F"]:
+    """The outputs of all weights side by side, as terms of a sum."""
+    terms = [ops.qmatmul(x, w.tensor()) for w in weights]
+    if len(terms) == 1:
+        return terms[0]
+    return jnp.concatenate([jnp.sum(t, axis=0, keepdims=True) for t in terms], axis=-1)
 
 
 class RMSNorm(nnx.Module):
@@ -104,8 +106,11 @@ class RMSNorm(nnx.Module):
         self.weight = nnx.Param(jax.random.normal(rngs.params(), (dim,)) * 0.1)
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "*T D"]) -> Float[Array, "*T D"]:
-        return rms_norm(x, self.weight[...], self.eps).astype(x.dtype)
+    def __call__(
+        self, x: Float[Array, "*T D"], terms: Float[Array, "_ *T D"], ops: Ops
+    ) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+        """`x` with the terms added, and its norm."""
+        return ops.add_norm(x, terms, self.weight[...], eps=self.eps)
 
 
 def formats_and_shapes(model: nnx.Module) -> dict[str, tuple[str, Shape]]:

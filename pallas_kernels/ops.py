@@ -6,17 +6,21 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import pallas_kernels.add_norm.triton as add_norm_triton
 import pallas_kernels.block_attention.triton as block_attention_triton
 import pallas_kernels.block_select.triton as block_select_triton
 import pallas_kernels.moe.triton as moe_triton
 import pallas_kernels.qk_norm_rope.triton as qk_norm_rope_triton
 import pallas_kernels.qmatmul.triton as qmatmul_triton
+import pallas_kernels.route.triton as route_triton
+from pallas_kernels.add_norm.reference import add_norm
 from pallas_kernels.block_attention.reference import block_attention
 from pallas_kernels.block_select.reference import block_select
 from pallas_kernels.call import Call
-from pallas_kernels.moe.reference import moe
+from pallas_kernels.moe.reference import mlp, moe
 from pallas_kernels.qk_norm_rope.reference import qk_norm_rope
 from pallas_kernels.qmatmul.reference import qmatmul
+from pallas_kernels.route.reference import route
 
 IMPLEMENTATIONS = ("auto", "reference", "pallas", "interpret")
 # Of the GPU; kernels are measured on 9.0.
@@ -27,10 +31,13 @@ MIN_CAPABILITY = 8.0
 class Ops:
     """One field per operation, each with the signature of its reference."""
 
+    add_norm: Callable = add_norm
     qmatmul: Callable = qmatmul
     qk_norm_rope: Callable = qk_norm_rope
     block_select: Callable = block_select
     block_attention: Callable = block_attention
+    mlp: Callable = mlp
+    route: Callable = route
     moe: Callable = moe
     # Operation -> why its kernel was not chosen; for people to read.
     refused: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), hash=False)
@@ -38,7 +45,7 @@ class Ops:
     @property
     def takes_packed(self) -> bool:
         """Whether weights must be in the kernels' order. The references take any."""
-        return self.qmatmul is not qmatmul or self.moe is not moe
+        return self.qmatmul is not qmatmul
 
     def table(self) -> dict[str, str]:
         """Operation -> the implementation that was chosen, and why where it is not a kernel."""
@@ -49,12 +56,17 @@ class Ops:
 
 # Operation -> the module with its kernel and `supported`, which says what is in the way of a call.
 KERNELS: dict[str, Any] = {
+    "add_norm": add_norm_triton,
     "qmatmul": qmatmul_triton,
     "qk_norm_rope": qk_norm_rope_triton,
     "block_select": block_select_triton,
     "block_attention": block_attention_triton,
+    "mlp": moe_triton,
+    "route": route_triton,
     "moe": moe_triton,
 }
+# They read the model's weights, which are in one order: they are chosen together.
+WEIGHTED = ("qmatmul", "mlp", "moe")
 
 
 def resolve(implementation: str, device: Any, call: Call) -> Ops:
@@ -74,9 +86,8 @@ def resolve(implementation: str, device: Any, call: Call) -> Ops:
     on_device = None if implementation == "interpret" else _wrong_device(device)
     reasons = {name: on_device or module.supported(call) for name, module in KERNELS.items()}
     refused = {name: reason for name, reason in reasons.items() if reason}
-    # A model's weights are in one order: the operations that read them are chosen together.
-    if weighted := {refused[n] for n in ("qmatmul", "moe") if n in refused}:
-        refused |= dict.fromkeys(("qmatmul", "moe"), weighted.pop())
+    if weighted := {refused[n] for n in WEIGHTED if n in refused}:
+        refused |= dict.fromkeys(WEIGHTED, weighted.pop())
     if refused and implementation != "auto":
         told = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
         if on_device:

@@ -477,6 +477,7 @@ def tile_dot(
     groups, n_rows = form.groups, token.shape[0]
     scale_ref: Any = weight.scale
     column = jnp.arange(form.width)[None, :]
+    whole = x_ref.shape[1] % form.step == 0
     mask = jnp.broadcast_to(live, (groups, n_rows)).reshape(-1, 1)
     token = jnp.broadcast_to(token, (groups, n_rows)).reshape(-1, 1)
     if groups > 1:
@@ -490,7 +491,9 @@ def tile_dot(
         # One plane after the other: all of them at once would not fit into the registers.
         for j in range(form.planes):
             plane = form.unpack(words, j, interpret)
-            x = plt.load(x_ref.at[token, i * form.step + j * form.width + column], mask=mask, other=0)
+            at = i * form.step + j * form.width + column
+            inside = mask if whole else mask & (at < x_ref.shape[1])
+            x = plt.load(x_ref.at[token, at], mask=inside, other=0)
             if form.group is None:
                 total += plt.dot(plane, x, trans_b=True)
                 continue
@@ -516,8 +519,3 @@ def tile_dot(
 def n_steps(weight: TiledTensor) -> int:
     """Steps along the contracted axis."""
     return weight.data.shape[-3]
-
-
-def pad_columns(x: Float[Array, "T D"], weight: TiledTensor) -> Float[Array, "T steps"]:
-    """`x` with zeros up to the whole steps of `weight`."""
-    return jnp.pad(x, [(0, 0), (0, n_steps(weight) * TILE_FORMATS[weight.format].step - x.shape[1])])

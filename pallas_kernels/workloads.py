@@ -20,7 +20,8 @@ from pallas_kernels.block_select.reference import block_select
 from pallas_kernels.call import DECODE_TOKENS
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.moe import triton as moe_triton
-from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.moe.packing import pack_mlp
+from pallas_kernels.moe.reference import MLPWeights
 from pallas_kernels.moe.reference import moe as moe_reference
 from pallas_kernels.moe.routing import make_routing
 from pallas_kernels.paging import PAGE_FORMATS, LayerPages, PagedRows, round_heads
@@ -106,13 +107,18 @@ def random_weight(form: str, shape: tuple[int, ...], seed: int) -> QTensor:
     return QTensor(form, shape, buffers)
 
 
+def summed(function: Callable) -> Callable:
+    """With the sum of its terms, which a model leaves to whoever reads them."""
+    return lambda *arguments: jnp.sum(function(*arguments), axis=0)
+
+
 def moe(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]:
-    """The routed experts for tokens with uniformly random experts, of which the last is one."""
+    """The routed experts alone for tokens with uniformly random experts, of which the last is one."""
     constants = {"alpha": ALPHA, "limit": LIMIT}
     for form in formats:
         shapes = (E, F, D), (E, F, D), (E, D, F)
-        weights = ExpertWeights(*(random_weight(form, s, i) for i, s in enumerate(shapes)))
-        packed = jax.jit(moe_triton.pack_experts)(weights.gate, weights.up, weights.down)
+        weights = MLPWeights(*(random_weight(form, s, i) for i, s in enumerate(shapes)))
+        packed = jax.jit(pack_mlp)(weights.gate, weights.up, weights.down)
         per_expert = sum(FORMATS[form].nbytes(s[1:]) for s in shapes)
         for t in tokens:
             rng = np.random.default_rng(t)
@@ -121,12 +127,11 @@ def moe(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]:
             make = jax.jit(partial(make_routing, n_experts=E))
             routings = [make(c, jnp.full((t, X), 0.5), jnp.ones(t, bool)) for c in chosen]
             x = _normal(jax.random.key(t), (t, D), jnp.bfloat16)
-            kernel = partial(moe_triton.moe, **constants)
-            reference = partial(moe_reference, **constants)
+            kernel, reference = (summed(partial(f, **constants)) for f in (moe_triton.moe, moe_reference))
 
             def check(kernel=kernel, reference=reference, x=x, r=routings[0], packed=packed, weights=weights):
-                exact = jax.jit(reference)(x.astype(jnp.float32), r, weights)
-                return jax.jit(kernel)(x, r, packed), jax.jit(reference)(x, r, weights), exact
+                exact = jax.jit(reference)(x.astype(jnp.float32), r, weights, None)
+                return jax.jit(kernel)(x, r, packed, None), jax.jit(reference)(x, r, weights, None), exact
 
             active = float(np.mean([len(np.unique(c)) for c in chosen]))
             yield Workload(
@@ -136,9 +141,9 @@ def moe(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]:
                 t,
                 active * per_expert,
                 kernel,
-                [(x, r, packed) for r in routings],
+                [(x, r, packed, None) for r in routings],
                 reference,
-                [(x, r, weights) for r in routings[:2]],
+                [(x, r, weights, None) for r in routings[:2]],
                 check,
                 tuple(chosen),
             )
@@ -146,6 +151,7 @@ def moe(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]:
 
 def qmatmul(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]:
     """A layer's large projections, and the output head."""
+    kernel, reference = summed(qmatmul_triton.qmatmul), summed(qmatmul_reference)
     for form in formats:
         for name, (rows, columns, copies) in PROJECTIONS.items():
             shape = (rows, columns)
@@ -157,11 +163,8 @@ def qmatmul(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]
                 def check(x=x, w=weights[0], packed=packed[0], step=rows // 256):
                     some = w.dequantize()[::step]
                     exact = np.asarray(x, np.float64) @ np.asarray(some, np.float64).T
-                    got, reference = (
-                        jax.jit(f)(x, a)[:, ::step]
-                        for f, a in ((qmatmul_triton.qmatmul, packed), (qmatmul_reference, w))
-                    )
-                    return got, reference, exact
+                    rounded = (jax.jit(f)(x, a)[:, ::step] for f, a in ((kernel, packed), (reference, w)))
+                    return *rounded, exact
 
                 yield Workload(
                     "qmatmul",
@@ -169,9 +172,9 @@ def qmatmul(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]
                     form,
                     t,
                     FORMATS[form].nbytes(shape),
-                    qmatmul_triton.qmatmul,
+                    kernel,
                     [(x, w) for w in packed * 2],
-                    qmatmul_reference,
+                    reference,
                     [(x, w) for w in weights],
                     check,
                 )

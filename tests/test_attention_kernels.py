@@ -229,7 +229,9 @@ class NewTokens:
     def run(self, function, pages: LayerPages):
         """Jitted where it is a kernel; else operation by operation."""
         x = jnp.concatenate([h.reshape(*h.shape[:2], -1) for h in self.heads], axis=-1)
-        run = partial(function, x, self.layout, self.norms, self.cos, self.sin, rows=self.rows, eps=1e-6)
+        terms = jnp.stack([x.astype(jnp.float32) + 1024, jnp.full(x.shape, -1024.0)])  # of a sum that is x
+        inputs = (terms, self.layout, self.norms, self.cos, self.sin)
+        run = partial(function, *inputs, rows=self.rows, dtype=x.dtype, eps=1e-6)
         return run(pages=pages) if function is qk_norm_rope else jax.jit(lambda p: run(pages=p))(pages)
 
 
@@ -351,7 +353,7 @@ def test_the_kernels_of_rounded_pages_lower_for_cuda(kv_format: str, device: str
         jax.ShapeDtypeStruct((n_pages, 128, 128), BF16),
         *(jax.ShapeDtypeStruct(shape, f32) for _ in "kv"),
     )
-    projected = jax.ShapeDtypeStruct((n_rows, 1, (64 + 2 * 4 + 4 + 1) * 128), BF16)
+    projected = jax.ShapeDtypeStruct((2, n_rows, 1, (64 + 2 * 4 + 4 + 1) * 128), f32)
     norm, turn = jax.ShapeDtypeStruct((128,), f32), jax.ShapeDtypeStruct((n_rows, 1, 32), f32)
     integers = (
         jax.ShapeDtypeStruct(s, jnp.int32) for s in ((n_rows, n_blocks), (n_rows, 1, 4, 16), (n_rows,))
@@ -361,7 +363,7 @@ def test_the_kernels_of_rounded_pages_lower_for_cuda(kv_format: str, device: str
         rows = PagedRows(table, lengths[:, None] - 1, lengths, n_blocks)
         layout = HeadLayout(64, 4, 128, 128)
         q, _, pages = norm_rope_triton.qk_norm_rope(
-            projected, layout, norms, turn, turn, pages, rows, eps=1e-6
+            projected, layout, norms, turn, turn, pages, rows, dtype=BF16, eps=1e-6
         )
         return [attention_triton.block_attention(q, pages, rows, chosen) for chosen in (blocks, None)], pages
 

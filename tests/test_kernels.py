@@ -14,7 +14,9 @@ import pytest
 from pallas_kernels import workloads
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.moe import triton as moe_triton
-from pallas_kernels.moe.reference import ExpertWeights
+from pallas_kernels.moe.packing import pack_mlp
+from pallas_kernels.moe.reference import MLPWeights
+from pallas_kernels.moe.reference import mlp as mlp_reference
 from pallas_kernels.moe.reference import moe as moe_reference
 from pallas_kernels.moe.routing import Routing, make_routing
 from pallas_kernels.qmatmul import triton as qmatmul_triton
@@ -55,11 +57,12 @@ def assert_twice(got: jax.Array, reference: jax.Array, exact: np.ndarray) -> Non
 @pytest.mark.parametrize(("f", "d", "t"), [(130, 700, 3), (64, 1024, 16), (192, 320, 128), (72, 96, 1)])
 def test_qmatmul(form: str, f: int, d: int, t: int, interpret: bool) -> None:
     w, x = weight(form, (f, d), 1), tokens((t, d), 2)
-    got = jax.jit(partial(qmatmul_triton.qmatmul, interpret=interpret))(x, pack(w))
-    assert got.shape == (t, f)
+    terms = jax.jit(partial(qmatmul_triton.qmatmul, interpret=interpret))(x, pack(w))
+    assert terms.shape[1:] == (t, f)
+    got = terms.sum(0)
     # int4 and int8 values times scales need not be bfloat16; the kernel scales sums, the reference rounds.
     exact = f64(x) @ f64(w.dequantize()).T
-    assert_twice(got, qmatmul_reference(x, w), exact)
+    assert_twice(got, qmatmul_reference(x, w)[0], exact)
 
 
 def routing(kind: str, n_tokens: int, n_experts: int, top_k: int) -> Routing:
@@ -74,16 +77,23 @@ def routing(kind: str, n_tokens: int, n_experts: int, top_k: int) -> Routing:
     return make_routing(*arrays, n_experts)
 
 
-def moe_exact(x: jax.Array, r: Routing, gate: QTensor, up: QTensor, down: QTensor) -> np.ndarray:
+def mlp_exact(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
     """Float64 throughout, but for the hidden activations, which are bfloat16 by definition."""
-    g, u, d = (f64(w.dequantize()) for w in (gate, up, down))
-    out = np.zeros((x.shape[0], down.shape[1]))
-    for t, (experts, weights) in enumerate(zip(np.asarray(r.experts), f64(r.weights), strict=True)):
-        for e, p in zip(experts, weights, strict=True):
-            if e == gate.shape[0]:
-                continue
-            a, b = np.minimum(g[e] @ f64(x[t]), LIMIT), np.clip(u[e] @ f64(x[t]), -LIMIT, LIMIT)
-            out[t] += p * (d[e] @ ((b + 1) * a / (1 + np.exp(-ALPHA * a))).astype(BF16).astype(np.float64))
+    a, b = np.minimum(x @ gate.T, LIMIT), np.clip(x @ up.T, -LIMIT, LIMIT)
+    return ((b + 1) * a / (1 + np.exp(-ALPHA * a))).astype(BF16).astype(np.float64) @ down.T
+
+
+def matrices(weights: MLPWeights) -> list[np.ndarray]:
+    return [f64(w.dequantize()) for w in (weights.gate, weights.up, weights.down)]
+
+
+def moe_exact(x: jax.Array, r: Routing, experts: MLPWeights, shared: MLPWeights) -> np.ndarray:
+    routed = matrices(experts)
+    out = mlp_exact(f64(x), *matrices(shared))
+    for t, (chosen, weights) in enumerate(zip(np.asarray(r.experts), f64(r.weights), strict=True)):
+        for e, p in zip(chosen, weights, strict=True):
+            if e < len(routed[0]):
+                out[t] += p * mlp_exact(f64(x[t]), *(m[e] for m in routed))
     return out
 
 
@@ -96,24 +106,48 @@ def poisoned(w: QTensor, experts: np.ndarray) -> QTensor:
     return QTensor(w.format, w.shape, buffers)
 
 
+def mlp_weights(form: str, lead: tuple[int, ...], f: int, d: int, seed: int) -> MLPWeights:
+    return MLPWeights(*(weight(form, (*lead, *s), seed + i) for i, s in enumerate([(f, d), (f, d), (d, f)])))
+
+
+def packed(weights: MLPWeights):
+    return jax.jit(pack_mlp)(weights.gate, weights.up, weights.down)
+
+
+@pytest.mark.parametrize("interpret", MODES)
+@pytest.mark.parametrize("form", FORMAT_NAMES)
+@pytest.mark.parametrize(("f", "d", "t"), [(72, 176, 3), (130, 320, 41)])
+def test_mlp(form: str, f: int, d: int, t: int, interpret: bool) -> None:
+    weights, x = mlp_weights(form, (), f, d, 1), tokens((t, d), 4)
+    run = jax.jit(partial(moe_triton.mlp, alpha=ALPHA, limit=LIMIT, interpret=interpret))
+    got = run(x, packed(weights)).sum(0)
+    (reference,) = mlp_reference(x, weights, alpha=ALPHA, limit=LIMIT)
+    assert_twice(got, reference, mlp_exact(f64(x), *matrices(weights)))
+
+
 @pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize("form", FORMAT_NAMES)
 @pytest.mark.parametrize(
-    ("kind", "t", "e", "x"),
-    [("random", 11, 9, 4), ("one expert", 21, 6, 2), ("padding", 5, 6, 2), ("random", 1, 9, 4)],
+    ("kind", "t", "e", "x", "shared"),
+    [
+        ("random", 11, 9, 4, "int8"),
+        ("one expert", 21, 6, 2, "same"),
+        ("padding", 5, 6, 2, "bfloat16"),
+        ("random", 1, 9, 4, "same"),
+    ],
 )
-def test_moe(form: str, kind: str, t: int, e: int, x: int, interpret: bool) -> None:
+def test_moe(form: str, kind: str, t: int, e: int, x: int, shared: str, interpret: bool) -> None:
     """Widths that are no multiple of a tile or a step; experts without tokens hold NaN where they can."""
     f, d = 48, 176
     r, tokens_in = routing(kind, t, e, x), tokens((t, d), 7)
     unused = np.setdiff1d(np.arange(e), np.asarray(r.experts))
-    shapes = [(e, f, d), (e, f, d), (e, d, f)]
-    gate, up, down = (poisoned(weight(form, shape, i), unused) for i, shape in enumerate(shapes))
-    packed = moe_triton.pack_experts(gate, up, down)
+    experts = mlp_weights(form, (e,), f, d, 0)
+    experts = MLPWeights(*(poisoned(w, unused) for w in (experts.gate, experts.up, experts.down)))
+    common = mlp_weights(form if shared == "same" else shared, (), f + 40, d, 5)
     run = jax.jit(partial(moe_triton.moe, alpha=ALPHA, limit=LIMIT, interpret=interpret))
-    got = run(tokens_in, r, packed)
-    reference = moe_reference(tokens_in, r, ExpertWeights(gate, up, down), alpha=ALPHA, limit=LIMIT)
-    assert_twice(got, reference, moe_exact(tokens_in, r, gate, up, down))
+    got = run(tokens_in, r, packed(experts), packed(common)).sum(0)
+    (reference,) = moe_reference(tokens_in, r, experts, common, alpha=ALPHA, limit=LIMIT)
+    assert_twice(got, reference, moe_exact(tokens_in, r, experts, common))
 
 
 @pytest.mark.gpu
@@ -129,23 +163,27 @@ def test_the_last_expert_at_real_size(form: str) -> None:
 def test_the_matmul_kernels_lower_for_cuda() -> None:
     """At M3's sizes, on a machine without a GPU."""
     e, f, d, top_k = 128, 3072, 6144, 4
+    constants = {"alpha": ALPHA, "limit": LIMIT}
 
-    def run(x, chosen, experts):
+    def run(x, chosen, experts, shared):
         r = make_routing(chosen, jnp.ones(chosen.shape), jnp.ones(chosen.shape[0], bool), e)
-        return moe_triton.moe(x, r, experts, alpha=ALPHA, limit=LIMIT)
+        return moe_triton.moe(x, r, experts, shared, **constants)
 
     for form in FORMAT_NAMES:
 
         def abstract(*shape: int, form: str = form):
             return QTensor(form, shape, FORMATS[form].buffers(shape))
 
-        experts = jax.eval_shape(
-            moe_triton.pack_experts, abstract(e, f, d), abstract(e, f, d), abstract(e, d, f)
+        experts, shared = (
+            jax.eval_shape(pack_mlp, abstract(*n, f, d), abstract(*n, f, d), abstract(*n, d, f))
+            for n in ((e,), ())
         )
         w = jax.eval_shape(pack, abstract(d, 8192))
         for t in (1, 64):
             x, chosen = jax.ShapeDtypeStruct((t, d), BF16), jax.ShapeDtypeStruct((t, top_k), jnp.int32)
-            text = lowered_for_cuda(run, x, chosen, experts)
+            text = lowered_for_cuda(run, x, chosen, experts, shared)
+            assert text.count("__gpu$xla.gpu.triton") == 2, form
+            text = lowered_for_cuda(partial(moe_triton.mlp, **constants), x, shared)
             assert text.count("__gpu$xla.gpu.triton") == 2, form
             text = lowered_for_cuda(qmatmul_triton.qmatmul, jax.ShapeDtypeStruct((t, 8192), BF16), w)
             assert text.count("__gpu$xla.gpu.triton") == 1, form
@@ -172,9 +210,16 @@ def test_weights_below_each_other_pack_as_one(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMAT_NAMES)
-def test_packed_experts_are_the_experts(form: str) -> None:
-    e, f, d = 3, 44, 136
-    weights = [weight(form, shape, i) for i, shape in enumerate([(e, f, d), (e, f, d), (e, d, f)])]
-    packed = moe_triton.pack_experts(*weights)
-    for got, wanted in zip(packed.expert(jnp.array(1)), weights, strict=True):
-        np.testing.assert_array_equal(f64(got.dequantize()), f64(wanted.dequantize()[1]))
+def test_a_packed_mlp_is_the_mlp(form: str) -> None:
+    experts, alone = mlp_weights(form, (3,), 44, 136, 0), mlp_weights(form, (), 44, 136, 0)
+    pairs = [(packed(experts).matrices(jnp.array(1)), [m[1] for m in matrices(experts)])]
+    pairs.append((packed(alone).matrices(), matrices(alone)))
+    for got, wanted in pairs:
+        for g, w in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(f64(g.dequantize()), w)
+
+
+def test_gate_and_up_are_packed_in_one_format() -> None:
+    int8, int4 = (mlp_weights(form, (), 44, 136, 0) for form in ("int8", "int4_g64"))
+    with pytest.raises(ValueError, match="gate is int8 and up int4_g64: kernels take them in one format"):
+        pack_mlp(int8.gate, int4.up, int8.down)

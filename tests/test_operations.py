@@ -13,12 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.add_norm.reference import add_norm, rms_norm
 from pallas_kernels.block_attention.reference import block_attention
 from pallas_kernels.block_select.reference import block_select
-from pallas_kernels.moe.reference import ExpertWeights, moe, swigluoai
+from pallas_kernels.moe.reference import MLPWeights, mlp, moe, routed_experts, swigluoai
 from pallas_kernels.moe.routing import make_routing, tile_rows
 from pallas_kernels.paging import LayerPages, PagedRows
-from pallas_kernels.qk_norm_rope.reference import norm_rope, rms_norm
+from pallas_kernels.qk_norm_rope.reference import norm_rope
 from pallas_kernels.qmatmul.reference import qmatmul
 from pallas_kernels.qtensor import QTensor
 
@@ -53,7 +54,7 @@ def qtensor(w: np.ndarray) -> QTensor:
 @both
 def test_qmatmul(dtype: np.dtype):
     x, w = normal(0, 2, 3, 37, dtype=dtype), normal(1, 11, 37, dtype=dtype)
-    got = qmatmul(jnp.asarray(x), qtensor(w))
+    (got,) = qmatmul(jnp.asarray(x), qtensor(w))
     assert got.dtype == F32  # not rounded, also for bfloat16
     expected, size = np.zeros((2, 3, 11)), np.zeros((2, 3, 11))
     for i in np.ndindex(2, 3):
@@ -86,6 +87,20 @@ def test_gemma_norm_adds_one_to_the_weight_once():
     x = jnp.array([[3.0, -4.0]])  # mean square 12.5
     got = rms_norm(x, jnp.array([0.0, 1.0]), 0.0)
     close(got, np.array([[3 / 12.5**0.5, -8 / 12.5**0.5]]), 8 * U32 * 3)
+
+
+@both
+@pytest.mark.parametrize("n_terms", [1, 3])
+def test_add_norm(dtype: np.dtype, n_terms: int):
+    """The sum is rounded once, and the norm is that of the rounded sum."""
+    x, terms = normal(0, 2, 5, 19, dtype=dtype), normal(1, n_terms, 2, 5, 19)
+    weight = normal(2, 19, scale=0.5)
+    added, got = add_norm(jnp.asarray(x), jnp.asarray(terms), jnp.asarray(weight), eps=1e-6)
+    assert added.dtype == got.dtype == dtype
+    expected, size = (f(x) + f(terms).sum(0) for f in (f64, lambda a: np.abs(f64(a))))
+    close(added, expected, ROUNDING[dtype] * np.abs(expected) + 1.01 * (n_terms + 1) * U32 * size)
+    expected = normed(np.asarray(added), weight, 1e-6)
+    close(got, expected, (ROUNDING[dtype] + 19 * U32) * np.abs(expected))
 
 
 @both
@@ -164,7 +179,7 @@ ALPHA, LIMIT = 1.702, 1.5  # a limit that the random activations do reach
 @jax.jit
 def run_moe(x: Any, experts: Any, weights: Any, valid: Any, gate: Any, up: Any, down: Any) -> jax.Array:
     routing = make_routing(experts, weights, valid, gate.shape[0])
-    return moe(x, routing, ExpertWeights(gate, up, down), alpha=ALPHA, limit=LIMIT)
+    return routed_experts(x, routing, MLPWeights(gate, up, down), alpha=ALPHA, limit=LIMIT)
 
 
 def expert_weights(n_experts: int, dtype: np.dtype = F32) -> tuple[np.ndarray, ...]:
@@ -248,6 +263,23 @@ def test_moe_padding_tokens():
     expected, bound = moe_oracle(x[valid], experts[valid], weights[valid], matrices)
     close(got[valid], expected, bound)
     assert np.all(np.isfinite(got))
+
+
+def test_moe_is_the_routed_experts_and_the_shared_one():
+    """The shared expert, of another width, is an expert that every token has with weight 1."""
+    x, experts = normal(0, 37, D), choose("random", 37, 9)
+    weights = np.random.default_rng(1).uniform(0.1, 2, (37, X)).astype(F32)
+    matrices = expert_weights(9)
+    shared = tuple(normal(20 + i, *s, scale=0.4) for i, s in enumerate([(F + 4, D), (F + 4, D), (D, F + 4)]))
+    routing = make_routing(*map(jnp.asarray, (experts, weights, np.ones(37, bool))), 9)
+    both = [MLPWeights(*map(qtensor, m)) for m in (matrices, shared)]
+    (got,) = moe(jnp.asarray(x), routing, *both, alpha=ALPHA, limit=LIMIT)
+    routed, routed_bound = moe_oracle(x, experts, weights, matrices)
+    alone = np.zeros((37, 1), np.int32), np.ones((37, 1)), tuple(m[None] for m in shared)
+    expected, bound = moe_oracle(x, *alone)
+    close(mlp(jnp.asarray(x), both[1], alpha=ALPHA, limit=LIMIT)[0], expected, bound)
+    size = np.abs(routed) + np.abs(expected)
+    close(got, routed + expected, routed_bound + bound + 2 * U32 * size)
 
 
 def test_moe_does_not_depend_on_the_storage_order():

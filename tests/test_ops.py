@@ -56,7 +56,12 @@ def test_auto_takes_every_kernel_on_a_gpu() -> None:
         (Device("gpu", "7.5"), DECODE, ALL, "compute capability 7.5, the kernels need 8.0"),
         (Device("gpu", "gfx90a"), DECODE, ALL, "compute capability gfx90a"),
         (H200, Call("float32", 4, 1), ALL, "the dtype is float32, the kernel takes bfloat16"),
-        (H200, Call("bfloat16", 129, 1), {"moe", "qmatmul"}, "129 tokens, the kernel takes 128"),
+        (
+            H200,
+            Call("bfloat16", 129, 1),
+            {"moe", "mlp", "route", "qmatmul"},
+            "129 tokens, the kernel takes 128",
+        ),
     ],
 )
 def test_auto_says_why_it_takes_the_reference(device, call: Call, reference: set[str], reason: str) -> None:
@@ -145,17 +150,22 @@ def test_the_decode_program_lowers_for_cuda(kv_format: str | None) -> None:
         *(jax.ShapeDtypeStruct(s, jnp.int32) for s in ((n_rows, 1), (n_rows, blocks), (n_rows,))),
     )
     names = re.findall(
-        r'name = "(qmatmul|qk_norm_rope|block_\w+|merge|moe_\w+)"', lowered_for_cuda(run, *shapes)
+        r'name = "(add_norm|qmatmul|qk_norm_rope|block_\w+|merge|mlp_\w+|route\w*|moe_\w+)"',
+        lowered_for_cuda(run, *shapes),
     )
     found = Counter(names)
     dense, sparse = 3, 2
     assert found == {
-        "qmatmul": 4 * dense + 4 * sparse + 1,  # inputs, output, gate and up, down; and the head
+        "add_norm": 2 * dense + sparse + 1,  # before the attention, before a dense MLP; and before the head
+        "qmatmul": 3 * dense + 2 * sparse + 1,  # inputs, output, a dense MLP's down; and the head
         "qk_norm_rope": dense + sparse,
         "block_scores": sparse,
         "block_choice": sparse,
         "block_attention": dense + sparse,
         "merge": dense + sparse,
+        "mlp_gate_up": dense,
+        "router_scores": sparse,
+        "route": sparse,
         "moe_gate_up": sparse,
         "moe_down": sparse,
     }

@@ -20,7 +20,7 @@ class Routing:
 
     Pair p belongs to token p // X. Tile i holds the pairs `order[start:start + count]`, at most `tile_rows`
     of them, all of expert `tile_expert[i]`; unused tiles come last, with expert -1 and count 0. Pairs of
-    padding tokens are in no tile.
+    padding tokens are in no tile, and their expert is E.
     """
 
     experts: Int[Array, "T X"]
@@ -40,6 +40,12 @@ def tile_rows(n_tokens: int, top_k: int, n_experts: int) -> int:
     return min(max(expected, MIN_TILE_ROWS), MAX_TILE_ROWS)
 
 
+def max_tiles(n_tokens: int, top_k: int, n_experts: int) -> int:
+    """Tiles that so many tokens can fill, whatever experts they have."""
+    n_pairs = n_tokens * top_k
+    return min(n_pairs, n_pairs // tile_rows(n_tokens, top_k, n_experts) + n_experts)
+
+
 def make_routing(
     experts: Int[Array, "T X"],
     weights: Float[Array, "T X"],
@@ -48,14 +54,14 @@ def make_routing(
 ) -> Routing:
     """Sort the pairs by expert (stable, so by token within an expert) and cut them into tiles."""
     n_tokens, top_k = experts.shape
-    rows, n_pairs = tile_rows(n_tokens, top_k, n_experts), n_tokens * top_k
+    rows = tile_rows(n_tokens, top_k, n_experts)
     flat = jnp.where(valid[:, None], experts, n_experts).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     offsets = jnp.searchsorted(flat[order], jnp.arange(n_experts + 1))
     n_tiles = (jnp.diff(offsets) + rows - 1) // rows
     ends = jnp.cumsum(n_tiles)
 
-    tile = jnp.arange(min(n_pairs, n_pairs // rows + n_experts))
+    tile = jnp.arange(max_tiles(n_tokens, top_k, n_experts))
     used = tile < ends[-1]
     expert = jnp.where(used, jnp.searchsorted(ends, tile, side="right"), 0)
     start = offsets[expert] + (tile - (ends - n_tiles)[expert]) * rows

@@ -1,10 +1,11 @@
-"""The routed experts as two Pallas-Triton kernels, for decoding: gate and up with the activation, then down.
+"""The feed-forward as two Pallas-Triton kernels, for decoding: gate and up with the activation, then down.
 
 One program computes 64 weight rows for one tile of tokens, so every weight is read once, by programs that
-stream contiguous tiles; programs of unused tiles end at once. The rows of gate and up are interleaved by
-eights, which puts a feature's gate and up into the same thread's registers: the activation costs no exchange.
+stream contiguous tiles; programs of unused tiles end at once. The shared expert's programs come first in the
+same launches, in whatever format; its tiles are of all tokens in order.
 
-Tried on one H200, int4_g64, both kernels and the weighted sum at 1 / 8 / 32 / 64 / 128 tokens in µs:
+Tried on one H200, int4_g64 without a shared expert, both kernels and the weighted sum at 1 / 8 / 32 / 64 /
+128 tokens in µs:
 - this, with the scales of two groups in a word: 43 / 240 / 629 / 854 / 1008.
 - a load for each group's scales: 47 / 260 / 675 / 895 / 1057; loaded after the dot: 8% slower than that.
 - no scales at all, which is wrong: - / 214 / - / 756. Half as many dots, also wrong: - / 229 / - / 781.
@@ -21,9 +22,7 @@ with k ordered so that a tile of scales multiplies every plane ahead of its dot:
 lost 10% by that, and two ways are one too many.
 """
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,99 +35,114 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.call import Call
-from pallas_kernels.moe.routing import Routing
-from pallas_kernels.precision import EXACT
-from pallas_kernels.qtensor import QTensor
-from pallas_kernels.tiles import (
-    ROWS,
-    TILE_FORMATS,
-    Rows,
-    TiledTensor,
-    n_steps,
-    pack,
-    pad_columns,
-    pad_rows,
-    tile,
-    tile_dot,
-)
+from pallas_kernels.moe.packing import PackedMLP
+from pallas_kernels.moe.routing import MIN_TILE_ROWS, Routing
+from pallas_kernels.qmatmul.triton import qmatmul
+from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, tile_dot
+
+# Rows of x, those of all groups together, of one program of a weight that all tokens use.
+MAX_ROWS = 32
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class PackedExperts:
-    """The experts' weights in the kernels' order: gate and up as one weight of 2 F rows, and down."""
-
-    gate_up: TiledTensor
-    down: TiledTensor
-
-    def expert(self, index: Array) -> tuple[QTensor, QTensor, TiledTensor]:
-        """Gate, up and down of one expert, for the reference."""
-        both, down = self.gate_up.expert(index), self.down.expert(index)
-        (d_model, features), n_rows = down.shape, both.data.shape[0] * ROWS
-        values = dataclasses.replace(both, shape=(n_rows, d_model)).dequantize()
-        gate, up = values.reshape(-1, 2, 8, d_model).swapaxes(0, 1).reshape(2, -1, d_model)[:, :features]
-        gate, up = (QTensor(w.dtype.name, w.shape, {"data": w}) for w in (gate, up))
-        return gate, up, down
+def _neighbours(tile: Array, n_rows: int, n_tokens: int) -> tuple[Array, Array]:
+    """The tokens of a tile of all tokens, and which of them there are."""
+    token = tile * n_rows + jnp.arange(n_rows)
+    return token, token < n_tokens
 
 
-def pack_experts(gate: QTensor, up: QTensor, down: QTensor) -> PackedExperts:
-    """Interleave gate and up by eight rows, and tile. Features up to a multiple of eight are zeros.
-
-    Expert by expert, so that the scratch memory is one expert's.
-    """
-    n_experts, features, d_model = gate.shape
-
-    def rows(weight: QTensor) -> Rows:
-        return pad_rows(weight.format, TILE_FORMATS[weight.format].rows(weight), 8)
-
-    def interleave(a: Array, b: Array) -> Array:
-        pair = [w.reshape(-1, 8, *w.shape[1:]) for w in (a, b)]
-        return jnp.stack(pair, axis=1).reshape(-1, *a.shape[1:])
-
-    def pack_one(tensors: tuple[QTensor, QTensor, QTensor]) -> tuple[TiledTensor, TiledTensor]:
-        gate, up, down = (dataclasses.replace(w, shape=w.shape[1:]) for w in tensors)
-        both = jax.tree.map(interleave, rows(gate), rows(up))
-        return tile(gate.format, (2 * features, d_model), both), pack(down)
-
-    gate_up, packed_down = lax.map(pack_one, (gate, up, down))
-    return PackedExperts(
-        dataclasses.replace(gate_up, shape=(n_experts, *gate_up.shape)),
-        dataclasses.replace(packed_down, shape=(n_experts, *packed_down.shape)),
-    )
+def _pairs(routing: Any, tile: Array) -> tuple[Array, Array]:
+    """The pairs of an expert's tile, and which of them there are; `routing` is of references."""
+    row = jnp.arange(routing.tile_rows)
+    live = row < routing.tile_count[tile]
+    return plt.load(routing.order.at[routing.tile_start[tile] + row], mask=live, other=0), live
 
 
-def _kernel(
-    expert_ref: Any,
-    start_ref: Any,
-    count_ref: Any,
-    order_ref: Any,
+def _gate_up(
     x_ref: Any,
-    weight: TiledTensor,
-    out_ref: Any,
+    routing: Any,
+    experts: TiledTensor | None,
+    shared: TiledTensor | None,
+    hidden_ref: Any,
+    shared_hidden_ref: Any,
     *,
-    top_k: int,
     n_rows: int,
-    steps: int,
-    activation: Callable[[Array], Array] | None,
+    activation: Callable[[Array], Array],
     interpret: bool,
 ) -> None:
-    n, tile = pl.program_id(0), pl.program_id(1)
-    expert = expert_ref[tile]
+    n, program = pl.program_id(0), pl.program_id(1)
+    n_tokens = x_ref.shape[0]
+    shared_tiles = pl.cdiv(n_tokens, n_rows)
 
-    @pl.when(expert >= 0)
-    def _() -> None:
-        row = jnp.arange(n_rows)
-        live = row < count_ref[tile]
-        pair = plt.load(order_ref.at[start_ref[tile] + row], mask=live, other=0)
-        token = jnp.where(live, pair // top_k, 0)
-        y = tile_dot(weight, (expert, n), x_ref, token, live, (0, steps), interpret)
-        if activation is not None:
-            y = activation(y)
-        # The last row of the output is a place for tokens that are none.
-        target = jnp.where(live, pair, out_ref.shape[0] - 1)
+    def compute(weight: TiledTensor, at: tuple, token: Array, live: Array, out_ref: Any, row: Array) -> None:
+        y = tile_dot(weight, at, x_ref, token, live, (0, n_steps(weight)), interpret)
+        y = activation(y).astype(out_ref.dtype)
         column = n * y.shape[0] + jnp.arange(y.shape[0])
-        mask = jnp.broadcast_to(live[None, :], y.shape)
-        plt.store(out_ref.at[target[None, :], column[:, None]], y.astype(out_ref.dtype), mask=mask)
+        mask = live[None, :] & (column < out_ref.shape[1])[:, None]
+        # Behind the last row, where nothing is written, if there is no token.
+        row = jnp.where(live, row, out_ref.shape[0])
+        plt.store(out_ref.at[row[None, :], column[:, None]], y, mask=mask)
+
+    if shared is not None:
+
+        @pl.when((program < shared_tiles) & (n < shared.data.shape[0]))
+        def _() -> None:
+            token, live = _neighbours(program, n_rows, n_tokens)
+            compute(shared, (n,), token, live, shared_hidden_ref, token)
+
+    if experts is None:
+        return
+    tile = jnp.maximum(program - shared_tiles, 0)
+    expert = routing.tile_expert[tile]
+
+    @pl.when((program >= shared_tiles) & (expert >= 0) & (n < experts.data.shape[1]))
+    def _() -> None:
+        pair, live = _pairs(routing, tile)
+        token = jnp.where(live, pair // routing.experts.shape[1], 0)
+        compute(experts, (expert, n), token, live, hidden_ref, pair)
+
+
+def _down(
+    hidden_ref: Any,
+    shared_hidden_ref: Any,
+    routing: Any,
+    experts: TiledTensor,
+    shared: TiledTensor | None,
+    terms_ref: Any,  # [X or X + 1, T, D]: of each of a token's experts, then of the shared one
+    *,
+    n_rows: int,
+    interpret: bool,
+) -> None:
+    n, program = pl.program_id(0), pl.program_id(1)
+    top_k, (n_tokens, d_model) = routing.experts.shape[1], terms_ref.shape[1:]
+    shared_tiles = pl.cdiv(n_tokens, n_rows)
+    column = n * ROWS + jnp.arange(ROWS)
+
+    def store(term: Array | int, token: Array, live: Array, y: Array) -> None:
+        mask = live[None, :] & (column < d_model)[:, None]
+        token = jnp.where(live, token, n_tokens)[None, :]
+        plt.store(terms_ref.at[term, token, column[:, None]], y, mask=mask)
+
+    @pl.when(program < shared_tiles)
+    def _() -> None:
+        token, live = _neighbours(program, n_rows, n_tokens)
+        if shared is not None:
+            steps = (0, n_steps(shared))
+            y = tile_dot(shared, (n,), shared_hidden_ref, token, live, steps, interpret)
+            store(top_k, token, live, y)
+        for term in range(top_k):  # padding, which no expert has
+            expert = plt.load(routing.experts.at[token, term], mask=live, other=0)
+            store(term, token, live & (expert >= experts.data.shape[0]), jnp.zeros((ROWS, n_rows)))
+
+    tile = jnp.maximum(program - shared_tiles, 0)
+    expert = routing.tile_expert[tile]
+
+    @pl.when((program >= shared_tiles) & (expert >= 0))
+    def _() -> None:
+        pair, live = _pairs(routing, tile)
+        y = tile_dot(experts, (expert, n), hidden_ref, pair, live, (0, n_steps(experts)), interpret)
+        token, term = lax.div(pair, top_k), lax.rem(pair, top_k)
+        weight = plt.load(routing.weights.at[token, term], mask=live, other=0)
+        store(term[None, :], token, live, y * weight[None, :])
 
 
 def _swigluoai(y: Float[Array, "64 T"], alpha: float, limit: float) -> Float[Array, "32 T"]:
@@ -140,37 +154,36 @@ def _swigluoai(y: Float[Array, "64 T"], alpha: float, limit: float) -> Float[Arr
     return ((up + 1) * gate / (1 + jnp.exp(-alpha * gate))).reshape(ROWS // 2, -1)
 
 
-def _run(
-    x: Array,
-    routing: Routing,
-    weight: TiledTensor,
-    out: jax.ShapeDtypeStruct,
-    top_k: int,
-    activation: Callable[[Array], Array] | None,
-    interpret: bool,
+def _call(
+    kernel: Callable[..., None],
+    operands: tuple,
+    out: Any,
+    tiles: int,
+    n_rows: int,
     name: str,
-) -> Array:
+    interpret: bool,
+) -> Any:
+    """Launch `kernel` for every 64 rows of the larger weight and every tile of tokens."""
     tuned = tuning.parameters("moe")
-    kernel = partial(
-        _kernel,
-        top_k=top_k,
-        n_rows=routing.tile_rows,
-        steps=n_steps(weight),
-        activation=activation,
-        interpret=interpret,
-    )
-    tiles = (routing.tile_expert, routing.tile_start, routing.tile_count, routing.order)
-    operands = (*tiles, pad_columns(x, weight), weight)
+    *_, experts, shared = operands
+    row_tiles = max(w.data.shape[-4] for w in (experts, shared) if w is not None)
     return pl.pallas_call(
-        kernel,
+        partial(kernel, n_rows=n_rows, interpret=interpret),
         out_shape=out,
-        grid=(weight.data.shape[1], routing.tile_expert.shape[0]),
+        grid=(row_tiles, tiles),
         in_specs=jax.tree.map(lambda _: pl.no_block_spec, operands),
-        out_specs=pl.no_block_spec,
+        out_specs=jax.tree.map(lambda _: pl.no_block_spec, out),
         compiler_params=plt.CompilerParams(num_warps=tuned["warps"], num_stages=tuned["stages"]),
         interpret=interpret,
         name=name,
     )(*operands)
+
+
+def _rows(n_tokens: int, shared: PackedMLP | None) -> int:
+    """Rows of a tile of all tokens."""
+    weights = () if shared is None else (shared.gate_up, shared.down)
+    groups = max((TILE_FORMATS[w.format].groups for w in weights), default=1)
+    return max(MIN_TILE_ROWS, min(pl.next_power_of_2(n_tokens), MAX_ROWS // groups))
 
 
 def supported(call: Call) -> str | None:
@@ -178,25 +191,42 @@ def supported(call: Call) -> str | None:
     return call.wrong_dtype() or call.too_many_tokens()
 
 
+def mlp(
+    x: Float[Array, "*T D"], weights: PackedMLP, *, alpha: float, limit: float, interpret: bool = False
+) -> Float[Array, "_ *T D"]:
+    """The terms of one MLP, as the reference defines it, for up to 128 tokens of bfloat16 `x`."""
+    lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
+    n_rows = _rows(len(x), weights)
+    kernel = partial(_gate_up, activation=partial(_swigluoai, alpha=alpha, limit=limit))
+    out = None, jax.ShapeDtypeStruct((len(x), weights.features), x.dtype)
+    operands = (x, None, None, weights.gate_up)
+    _, hidden = _call(kernel, operands, out, pl.cdiv(len(x), n_rows), n_rows, "mlp_gate_up", interpret)
+    return qmatmul(hidden.reshape(*lead, -1), weights.down, interpret=interpret)
+
+
 def moe(
     x: Float[Array, "T D"],
     routing: Routing,
-    experts: PackedExperts,
+    experts: PackedMLP,
+    shared: PackedMLP | None,
     *,
     alpha: float,
     limit: float,
     interpret: bool = False,
-) -> Float[Array, "T D"]:
-    """The experts' weighted sum in float32, as the reference defines it, for bfloat16 `x`."""
+) -> Float[Array, "_ T D"]:
+    """A term for each of a token's experts and for the shared one; the reference defines their sum."""
     n_tokens, top_k = routing.experts.shape
-    n_pairs, n_experts = n_tokens * top_k, experts.down.shape[0]
-    features = experts.gate_up.data.shape[1] * ROWS // 2
-    outputs = experts.down.data.shape[1] * ROWS
-    activation = partial(_swigluoai, alpha=alpha, limit=limit)
-    hidden = jax.ShapeDtypeStruct((n_pairs + 1, features), x.dtype)
-    hidden = _run(x, routing, experts.gate_up, hidden, top_k, activation, interpret, "moe_gate_up")
-    out = jax.ShapeDtypeStruct((n_pairs + 1, outputs), jnp.float32)
-    out = _run(hidden, routing, experts.down, out, 1, None, interpret, "moe_down")
-    out = out[:n_pairs, : experts.down.shape[1]].reshape(n_tokens, top_k, -1)
-    out = jnp.where((routing.experts < n_experts)[..., None], out, 0)
-    return jnp.einsum("txd,tx->td", out, routing.weights, precision=EXACT)
+    n_rows = _rows(n_tokens, shared)
+    tiles = pl.cdiv(n_tokens, n_rows) + routing.tile_expert.shape[0]
+    hidden = (
+        jax.ShapeDtypeStruct((n_tokens * top_k, experts.features), x.dtype),
+        None if shared is None else jax.ShapeDtypeStruct((n_tokens, shared.features), x.dtype),
+    )
+    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
+    kernel = partial(_gate_up, activation=partial(_swigluoai, alpha=alpha, limit=limit))
+    operands = (x, routing, experts.gate_up, gate_up)
+    hidden = _call(kernel, operands, hidden, tiles, n_rows, "moe_gate_up", interpret)
+    n_terms = top_k if shared is None else top_k + 1
+    terms = jax.ShapeDtypeStruct((n_terms, n_tokens, x.shape[1]), jnp.float32)
+    operands = (*hidden, routing, experts.down, down)
+    return _call(_down, operands, terms, tiles, n_rows, "moe_down", interpret)

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
+from pallas_kernels.add_norm.reference import rms_norm
 from pallas_kernels.paging import LayerPages, PagedRows
-from pallas_kernels.precision import wide
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,6 @@ class HeadNorms:
     index_k: Float[Array, " I"] | None
 
 
-def rms_norm(x: Float[Array, "*T D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*T D"]:
-    """Gemma's RMSNorm, x * rsqrt(mean(x^2) + eps) * (1 + weight), in float32 and not rounded."""
-    x = wide(x)
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * (1 + weight.astype(x.dtype))
-
-
 def norm_rope(
     x: Float[Array, "B T h H"],
     weight: Float[Array, " H"],
@@ -61,7 +54,7 @@ def norm_rope(
 
 
 def qk_norm_rope(
-    projected: Float[Array, "B T F"],
+    terms: Float[Array, "_ B T F"],
     layout: HeadLayout,
     norms: HeadNorms,
     cos: Float[Array, "B T R"],
@@ -69,9 +62,14 @@ def qk_norm_rope(
     pages: LayerPages,
     rows: PagedRows,
     *,
+    dtype: DTypeLike,
     eps: float,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K I"] | None, LayerPages]:
-    """Queries, index queries (None without an indexer), and the pages with the new keys and values."""
+    """Queries, index queries (None without an indexer), and the pages with the new keys and values.
+
+    The projections are the sum of `terms`, rounded to `dtype`.
+    """
+    projected = jnp.sum(terms, axis=0).astype(dtype)
     sizes = [(layout.n_heads, layout.head_dim)] + [(layout.n_kv_heads, layout.head_dim)] * 2
     if layout.index_dim is not None:
         sizes += [(layout.n_kv_heads, layout.index_dim), (1, layout.index_dim)]

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
+from pallas_kernels.add_norm.triton import sum_terms
 from pallas_kernels.call import Call
 from pallas_kernels.paging import LayerPages, PagedRows, round_heads
 from pallas_kernels.qk_norm_rope.reference import HeadLayout, HeadNorms
@@ -39,7 +40,7 @@ class _Heads:
     store: Callable[[Array, list[_Part]], None]  # of a head, whose parts are these
 
 
-def _norm_rope(x_ref, cos_ref, sin_ref, row, first, heads: _Heads, head, eps) -> None:
+def _norm_rope(x_ref, cos_ref, sin_ref, row, first, heads: _Heads, head, dtype, eps) -> None:
     """One head: its two rotated parts and the rest are held apart, so that pairs need no exchange."""
     n_pairs = cos_ref.shape[2]
     pair = jnp.arange(pl.next_power_of_2(n_pairs))
@@ -48,7 +49,7 @@ def _norm_rope(x_ref, cos_ref, sin_ref, row, first, heads: _Heads, head, eps) ->
         rest = jnp.arange(pl.next_power_of_2(n_rest))
         parts.append((2 * n_pairs + rest, rest < n_rest))
     base = first + head * heads.dim
-    values = [plt.load(x_ref.at[row, 0, base + i], mask=m, other=0) for i, m in parts]
+    values = [sum_terms(x_ref, row, base + i, m).astype(dtype) for i, m in parts]
     if heads.norm_ref is not None:
         values = [x.astype(jnp.float32) for x in values]
         mean = sum(jnp.sum(x * x, axis=0) for x in values) / heads.dim
@@ -60,7 +61,7 @@ def _norm_rope(x_ref, cos_ref, sin_ref, row, first, heads: _Heads, head, eps) ->
         )
         a, b, *others = values
         values = [a * cos - b * sin, b * cos + a * sin, *others]
-        values = [x.astype(x_ref.dtype) for x in values]
+        values = [x.astype(dtype) for x in values]
     heads.store(head, [_Part(i, m, x) for (i, m), x in zip(parts, values, strict=True)])
 
 
@@ -119,7 +120,7 @@ def _kernel(
     head, first = 0, 0
     for kind in kinds:
         pl.when((program >= head) & (program < head + kind.count))(
-            partial(_norm_rope, x_ref, cos_ref, sin_ref, row, first, kind, program - head, eps)
+            partial(_norm_rope, x_ref, cos_ref, sin_ref, row, first, kind, program - head, q_ref.dtype, eps)
         )
         head, first = head + kind.count, first + kind.count * kind.dim
 
@@ -130,7 +131,7 @@ def supported(call: Call) -> str | None:
 
 
 def qk_norm_rope(
-    projected: Float[Array, "B 1 F"],
+    terms: Float[Array, "_ B 1 F"],
     layout: HeadLayout,
     norms: HeadNorms,
     cos: Float[Array, "B 1 R"],
@@ -138,11 +139,12 @@ def qk_norm_rope(
     pages: LayerPages,
     rows: PagedRows,
     *,
+    dtype: DTypeLike,
     eps: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B 1 N H"], Float[Array, "B 1 K I"] | None, LayerPages]:
     """Queries, index queries and the pages with the new keys, as the reference defines them."""
-    n_rows, dtype = projected.shape[0], projected.dtype
+    n_rows = terms.shape[1]
     n_heads = layout.n_heads + 2 * layout.n_kv_heads
     index_q = None
     if layout.index_dim is not None:
@@ -150,7 +152,7 @@ def qk_norm_rope(
         n_heads += layout.n_kv_heads + 1
     q = jax.ShapeDtypeStruct((n_rows, 1, layout.n_heads, layout.head_dim), dtype)
     out = (q, index_q, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), pages))
-    operands = (projected, cos, sin, rows.page_table, rows.positions, rows.lengths, norms, pages)
+    operands = (terms[:, :, 0], cos, sin, rows.page_table, rows.positions, rows.lengths, norms, pages)
     n_pages, n_in, n_out = (len(jax.tree.leaves(tree)) for tree in (pages, operands, out))
     return pl.pallas_call(
         partial(_kernel, layout=layout, eps=eps),

@@ -1,0 +1,65 @@
+"""add_norm as a Pallas-Triton kernel, for decoding: one program a row. Not yet timed on a GPU."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from pallas_kernels.call import Call
+
+
+def sum_terms(terms_ref: Any, row: Array, lane: Array, mask: Array) -> Array:
+    """The sum over the terms of some numbers of a row, in float32; inside a kernel."""
+    total = jnp.zeros(lane.shape, jnp.float32)
+    for p in range(terms_ref.shape[0]):
+        total += plt.load(terms_ref.at[p, row, lane], mask=mask, other=0)
+    return total
+
+
+def _kernel(
+    x_ref: Any, terms_ref: Any, weight_ref: Any, out_ref: Any, normed_ref: Any, *, eps: float
+) -> None:
+    row, dim = pl.program_id(0), x_ref.shape[1]
+    lane = jnp.arange(pl.next_power_of_2(dim))
+    real = lane < dim
+    x = plt.load(x_ref.at[row, lane], mask=real, other=0).astype(jnp.float32)
+    x = (x + sum_terms(terms_ref, row, lane, real)).astype(out_ref.dtype)
+    plt.store(out_ref.at[row, lane], x, mask=real)
+    x = x.astype(jnp.float32)
+    weight = plt.load(weight_ref.at[lane], mask=real, other=0)
+    normed = x * lax.rsqrt(jnp.sum(x * x, axis=0) / dim + eps) * (1 + weight)
+    plt.store(normed_ref.at[row, lane], normed.astype(normed_ref.dtype), mask=real)
+
+
+def supported(call: Call) -> str | None:
+    """What is in the way of this call, if anything."""
+    return call.wrong_dtype() or call.no_decoding()
+
+
+def add_norm(
+    x: Float[Array, "*T D"],
+    terms: Float[Array, "_ *T D"],
+    weight: Float[Array, " D"],
+    *,
+    eps: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "*T D"], Float[Array, "*T D"]]:
+    """`x` with the terms added, and its norm, as the reference defines them."""
+    rows = x.reshape(-1, x.shape[-1])
+    operands = (rows, terms.reshape(terms.shape[0], *rows.shape), weight)
+    added, normed = pl.pallas_call(
+        partial(_kernel, eps=eps),
+        out_shape=[jax.ShapeDtypeStruct(rows.shape, x.dtype)] * 2,
+        grid=(rows.shape[0],),
+        in_specs=[pl.no_block_spec] * 3,
+        out_specs=[pl.no_block_spec] * 2,
+        compiler_params=plt.CompilerParams(num_warps=8),
+        interpret=interpret,
+        name="add_norm",
+    )(*operands)
+    return added.reshape(x.shape), normed.reshape(x.shape)
