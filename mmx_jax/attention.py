@@ -91,15 +91,13 @@ class Attention(nnx.Module):
             dtype=x.dtype,
             eps=c.rms_norm_eps,
         )
-        blocks = None
-        if index_q is not None:
-            blocks = ops.block_select(
-                index_q,
-                pages.index_k,
-                step.rows,
-                top_blocks=c.top_blocks,
-                local_blocks=c.local_blocks,
-                init_blocks=c.init_blocks,
-            )
-        out = ops.block_attention(q, pages, step.rows, blocks)
+        out, blocks = ops.block_attention(
+            q,
+            index_q,
+            pages,
+            step.rows,
+            top_blocks=c.top_blocks,
+            local_blocks=c.local_blocks,
+            init_blocks=c.init_blocks,
+        )
         return ops.qmatmul(out.reshape(*x.shape[:2], -1), self.o.tensor()), pages, blocks

@@ -8,14 +8,12 @@ from typing import Any
 
 import pallas_kernels.add_norm.triton as add_norm_triton
 import pallas_kernels.block_attention.triton as block_attention_triton
-import pallas_kernels.block_select.triton as block_select_triton
 import pallas_kernels.moe.triton as moe_triton
 import pallas_kernels.qk_norm_rope.triton as qk_norm_rope_triton
 import pallas_kernels.qmatmul.triton as qmatmul_triton
 import pallas_kernels.route.triton as route_triton
 from pallas_kernels.add_norm.reference import add_norm
 from pallas_kernels.block_attention.reference import block_attention
-from pallas_kernels.block_select.reference import block_select
 from pallas_kernels.call import Call
 from pallas_kernels.moe.reference import mlp, moe
 from pallas_kernels.qk_norm_rope.reference import qk_norm_rope
@@ -34,7 +32,6 @@ class Ops:
     add_norm: Callable = add_norm
     qmatmul: Callable = qmatmul
     qk_norm_rope: Callable = qk_norm_rope
-    block_select: Callable = block_select
     block_attention: Callable = block_attention
     mlp: Callable = mlp
     route: Callable = route
@@ -59,7 +56,6 @@ KERNELS: dict[str, Any] = {
     "add_norm": add_norm_triton,
     "qmatmul": qmatmul_triton,
     "qk_norm_rope": qk_norm_rope_triton,
-    "block_select": block_select_triton,
     "block_attention": block_attention_triton,
     "mlp": moe_triton,
     "route": route_triton,

@@ -15,8 +15,6 @@ from jaxtyping import Array
 
 from pallas_kernels.block_attention import triton as attention_triton
 from pallas_kernels.block_attention.reference import block_attention
-from pallas_kernels.block_select import triton as select_triton
-from pallas_kernels.block_select.reference import block_select
 from pallas_kernels.call import DECODE_TOKENS
 from pallas_kernels.formats import FORMATS
 from pallas_kernels.moe import triton as moe_triton
@@ -206,11 +204,10 @@ def attention(contexts: Sequence[tuple[int, int]], dense: bool, kv_format: str) 
     """One new token per row on pages all over the pool: all pages, or the choice and then the chosen ones."""
     choice = {"top_blocks": P, "local_blocks": 1, "init_blocks": 0}
 
-    def steps(select: Callable, attend: Callable) -> Callable:
+    def attend(function: Callable) -> Callable:
         def run(q, index_q, pages, table, positions, lengths):
             rows = PagedRows(table, positions, lengths, table.shape[1])
-            blocks = None if dense else select(index_q, pages.index_k, rows, **choice)
-            return attend(q, pages, rows, blocks)
+            return function(q, None if dense else index_q, pages, rows, **choice)[0]
 
         return run
 
@@ -229,8 +226,7 @@ def attention(contexts: Sequence[tuple[int, int]], dense: bool, kv_format: str) 
                 for j, heads in enumerate((N, K))
             )
             inputs.append((q, index_q, pages, jnp.asarray(table), lengths[:, None] - 1, lengths))
-        kernel = steps(select_triton.block_select, attention_triton.block_attention)
-        reference = steps(block_select, block_attention)
+        kernel, reference = attend(attention_triton.block_attention), attend(block_attention)
 
         def check(kernel=kernel, reference=reference, arguments=inputs[0]):
             query, *rest = arguments

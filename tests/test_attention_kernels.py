@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.block_attention import triton as attention_triton
-from pallas_kernels.block_attention.reference import block_attention
-from pallas_kernels.block_select import triton as select_triton
+from pallas_kernels.block_attention.reference import attend, block_attention
 from pallas_kernels.block_select.reference import block_select
 from pallas_kernels.paging import PAGE_FORMATS, LayerPages, PagedRows, round_heads
 from pallas_kernels.qk_norm_rope import triton as norm_rope_triton
@@ -153,31 +152,38 @@ def exact_attention(case: Case, i: Inputs, blocks: np.ndarray | None) -> np.ndar
     return out
 
 
-@pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize("name", CASES)
-def test_block_select(name: str, interpret: bool) -> None:
+def test_block_select(name: str) -> None:
     case = CASES[name]
     i = inputs(case)
-    want = exact_choice(case, i)
-    for select in (block_select, partial(select_triton.block_select, interpret=interpret)):
-        got = jax.jit(partial(select, rows=i.rows, **case.choice))(i.index_q, i.pages.index_k)
-        np.testing.assert_array_equal(got, want)
+    got = jax.jit(partial(block_select, rows=i.rows, **case.choice))(i.index_q, i.pages.index_k)
+    np.testing.assert_array_equal(got, exact_choice(case, i))
 
 
 @pytest.mark.parametrize("interpret", MODES)
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-@pytest.mark.parametrize("name", list(CASES)[:5])
+@pytest.mark.parametrize("name", CASES)
 def test_block_attention(name: str, dense: bool, kv_format: str | None, interpret: bool) -> None:
     case = CASES[name]
     i = inputs(case, kv_format)
+    run = partial(attention_triton.block_attention, rows=i.rows, interpret=interpret, **case.choice)
+    got, blocks = jax.jit(run)(i.q, None if dense else i.index_q, i.pages)
     chosen = None if dense else exact_choice(case, i)
-    blocks = None if chosen is None else jnp.asarray(chosen, jnp.int32)
-    got = jax.jit(partial(attention_triton.block_attention, rows=i.rows, interpret=interpret))(
-        i.q, i.pages, blocks=blocks
-    )
-    reference = block_attention(i.q, i.pages, i.rows, blocks)
+    np.testing.assert_equal(blocks if blocks is None else np.asarray(blocks), chosen)
+    reference = attend(i.q, i.pages, i.rows, blocks)
     assert_twice(got, reference, exact_attention(case, i, chosen))
+
+
+def test_the_reference_attends_to_what_it_chooses() -> None:
+    case = CASES["odd dims"]
+    i = inputs(case)
+    got, blocks = block_attention(i.q, i.index_q, i.pages, i.rows, **case.choice)
+    np.testing.assert_array_equal(blocks, exact_choice(case, i))
+    np.testing.assert_array_equal(got, attend(i.q, i.pages, i.rows, blocks))
+    got, blocks = block_attention(i.q, None, i.pages, i.rows, **case.choice)
+    assert blocks is None
+    np.testing.assert_array_equal(got, attend(i.q, i.pages, i.rows, None))
 
 
 @pytest.mark.parametrize("interpret", MODES)
@@ -188,11 +194,12 @@ def test_a_padding_token_gives_finite_numbers(kv_format: str | None, interpret: 
     i = inputs(case, kv_format)
     positions = i.rows.positions.at[1, 0].set(case.lengths[1])
     rows = PagedRows(i.rows.page_table, positions, i.rows.lengths.at[0].set(0), i.rows.n_blocks)
-    blocks = select_triton.block_select(i.index_q, i.pages.index_k, rows, interpret=interpret, **case.choice)
-    assert np.all((np.asarray(blocks) >= -1) & (np.asarray(blocks) < case.n_blocks))
-    for chosen in (blocks, None):
-        out = attention_triton.block_attention(i.q, i.pages, rows, chosen, interpret=interpret)
+    for index_q in (i.index_q, None):
+        run = partial(attention_triton.block_attention, interpret=interpret, **case.choice)
+        out, blocks = run(i.q, index_q, i.pages, rows)
         assert np.all(np.isfinite(f64(out)))
+        if blocks is not None:
+            assert np.all((np.asarray(blocks) >= -1) & (np.asarray(blocks) < case.n_blocks))
 
 
 def turned(x: np.ndarray, weight: np.ndarray, angle: np.ndarray, eps: float) -> np.ndarray:
@@ -355,17 +362,16 @@ def test_the_kernels_of_rounded_pages_lower_for_cuda(kv_format: str, device: str
     )
     projected = jax.ShapeDtypeStruct((2, n_rows, 1, (64 + 2 * 4 + 4 + 1) * 128), f32)
     norm, turn = jax.ShapeDtypeStruct((128,), f32), jax.ShapeDtypeStruct((n_rows, 1, 32), f32)
-    integers = (
-        jax.ShapeDtypeStruct(s, jnp.int32) for s in ((n_rows, n_blocks), (n_rows, 1, 4, 16), (n_rows,))
-    )
+    integers = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((n_rows, n_blocks), (n_rows,)))
 
-    def run(projected, norms, turn, pages, table, blocks, lengths):
+    def run(projected, norms, turn, pages, table, lengths):
         rows = PagedRows(table, lengths[:, None] - 1, lengths, n_blocks)
         layout = HeadLayout(64, 4, 128, 128)
-        q, _, pages = norm_rope_triton.qk_norm_rope(
+        q, index_q, pages = norm_rope_triton.qk_norm_rope(
             projected, layout, norms, turn, turn, pages, rows, dtype=BF16, eps=1e-6
         )
-        return [attention_triton.block_attention(q, pages, rows, chosen) for chosen in (blocks, None)], pages
+        attend = partial(attention_triton.block_attention, **Case(()).choice)
+        return [attend(q, index, pages, rows)[0] for index in (index_q, None)], pages
 
     text = lowered_for_cuda(run, projected, HeadNorms(*[norm] * 4), turn, pages, *integers, device=device)
-    assert text.count("__gpu$xla.gpu.triton") == 5
+    assert text.count("__gpu$xla.gpu.triton") == 6

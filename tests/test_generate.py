@@ -157,9 +157,9 @@ def test_surgery_shows_in_the_forward_and_new_values_in_the_programs(checkpoint:
 
     class Constant(nnx.Module):
         def __call__(self, x, ops):
-            return 0 * x
+            return 0 * x[None]
 
-    model.tree.layers[3].moe.shared = Constant()
+    model.tree.layers[0].mlp = Constant()
     assert np.abs(model.logits(IDS) - trace.logits).max() > 0.1
     with pytest.raises(InputError, match="shape was changed"):
         model.generate(IDS, SamplingParams(1))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.add_norm.reference import add_norm, rms_norm
-from pallas_kernels.block_attention.reference import block_attention
+from pallas_kernels.block_attention.reference import attend
 from pallas_kernels.block_select.reference import block_select
 from pallas_kernels.moe.reference import MLPWeights, mlp, moe, routed_experts, swigluoai
 from pallas_kernels.moe.routing import make_routing, tile_rows
@@ -456,8 +456,8 @@ KV, G, H = 2, 3, 7  # KV heads, query heads for each, head dim
 
 
 @jax.jit
-def attend(q: Any, k: Any, v: Any, table: Any, positions: Any, lengths: Any, n_blocks: Any, blocks: Any):
-    return block_attention(q, LayerPages(k, v, None), PagedRows(table, positions, lengths, n_blocks), blocks)
+def run_attend(q: Any, k: Any, v: Any, table: Any, positions: Any, lengths: Any, n_blocks: Any, blocks: Any):
+    return attend(q, LayerPages(k, v, None), PagedRows(table, positions, lengths, n_blocks), blocks)
 
 
 class Case(NamedTuple):
@@ -474,7 +474,9 @@ class Case(NamedTuple):
         paged = page(self.lengths, self.k, self.v)
         k, v = (a.swapaxes(1, 2) for a in paged.arrays)
         n_blocks = blocks_in_use(self.lengths)
-        return np.asarray(attend(self.q, k, v, paged.table, self.positions, paged.lengths, n_blocks, blocks))
+        return np.asarray(
+            run_attend(self.q, k, v, paged.table, self.positions, paged.lengths, n_blocks, blocks)
+        )
 
     def expected(self, blocks: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
         """The outputs and the error that float32 arithmetic and one rounding of the result can make."""
@@ -586,7 +588,7 @@ def test_python_and_traced_bound_of_attention_agree(attention: str):
     paged = page(c.lengths, c.k, c.v)
     arrays = [jnp.asarray(a.swapaxes(1, 2)) for a in paged.arrays]
     rows = PagedRows(jnp.asarray(paged.table), jnp.asarray(c.positions), jnp.asarray(paged.lengths), 5)
-    got = block_attention(
+    got = attend(
         jnp.asarray(c.q), LayerPages(*arrays, None), rows, None if blocks is None else jnp.asarray(blocks)
     )
     close(got, *c.expected(blocks))
@@ -600,7 +602,7 @@ def test_unused_memory_reaches_no_gradient():
     arrays = [jnp.asarray(a.swapaxes(1, 2)) for a in paged.arrays]
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(block_attention(q, LayerPages(k, v, None), rows, blocks) ** 2)
+        return jnp.sum(attend(q, LayerPages(k, v, None), rows, blocks) ** 2)
 
     for gradient, pages in zip(
         jax.jit(jax.grad(loss, (0, 1, 2)))(jnp.asarray(c.q), *arrays), [c.q, *arrays], strict=True

@@ -79,7 +79,7 @@ def test_auto_says_why_it_takes_the_reference(device, call: Call, reference: set
         ("pallas", CPU, DECODE, "kernels 'pallas': the device is cpu"),
         ("pallas", H200, Call("float32", 4, 1), "qmatmul: the dtype is float32"),
         ("pallas", H200, Call("bfloat16", 200, 1), "moe: 200 tokens, the kernel takes 128"),
-        ("interpret", CPU, Call("float32", 1, 1), "block_select: the dtype is float32"),
+        ("interpret", CPU, Call("float32", 1, 1), "block_attention: the dtype is float32"),
         ("fastest", H200, DECODE, "kernels 'fastest': expected one of auto, reference, pallas, interpret"),
     ],
 )
@@ -160,7 +160,6 @@ def test_the_decode_program_lowers_for_cuda(kv_format: str | None) -> None:
         "qmatmul": 3 * dense + 2 * sparse + 1,  # inputs, output, a dense MLP's down; and the head
         "qk_norm_rope": dense + sparse,
         "block_scores": sparse,
-        "block_choice": sparse,
         "block_attention": dense + sparse,
         "merge": dense + sparse,
         "mlp_gate_up": dense,

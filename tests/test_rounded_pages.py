@@ -10,7 +10,7 @@ from mmx_jax import SamplingParams
 from mmx_jax.errors import InputError
 from mmx_jax.loading import Settings, Source
 from mmx_jax.plan import memory_plan
-from pallas_kernels.block_attention.reference import block_attention
+from pallas_kernels.block_attention.reference import attend
 from pallas_kernels.paging import PAGE_FORMATS, LayerPages, PagedRows
 from tests.conftest import GOLDENS
 
@@ -60,8 +60,8 @@ def test_attention_sees_the_rounded_numbers(form: str) -> None:
     codes = [np.asarray(a).view(CODES[form]).astype(np.float32) for a in (pages.k, pages.v)]
     plain = [c * np.asarray(s)[..., None] for c, s in zip(codes, (pages.k_scale, pages.v_scale), strict=True)]
     q = jnp.asarray(rng.standard_normal((1, length, 4, dim)), jnp.float32)
-    got = block_attention(q, pages, rows, None)
-    want = block_attention(q, LayerPages(*map(jnp.asarray, plain), None), rows, None)
+    got = attend(q, pages, rows, None)
+    want = attend(q, LayerPages(*map(jnp.asarray, plain), None), rows, None)
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=2.0**-20)
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.block_select.reference import block_select
 from pallas_kernels.paging import LayerPages, PagedRows
 from pallas_kernels.precision import EXACT, wide_dtype
 
@@ -11,7 +12,7 @@ from pallas_kernels.precision import EXACT, wide_dtype
 LOWEST = -1e30
 
 
-def block_attention(
+def attend(
     q: Float[Array, "B T N H"],
     pages: LayerPages,
     rows: PagedRows,
@@ -31,7 +32,7 @@ def block_attention(
     table = jnp.maximum(rows.page_table, 0)
     row = jnp.arange(n_rows)[:, None, None]
 
-    def attend(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def add_block(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, out = carry
         # [B, T, K] for chosen blocks; one block for all queries and heads, [1, 1, 1], for dense attention.
         block = jnp.full((1, 1, 1), step) if blocks is None else blocks[..., step]
@@ -52,6 +53,24 @@ def block_attention(
     shape = queries.shape[:-1]
     carry = (jnp.full(shape, LOWEST, dtype), jnp.zeros(shape, dtype), jnp.zeros(queries.shape, dtype))
     n_steps = rows.n_blocks if blocks is None else blocks.shape[-1]
-    _, total, out = lax.fori_loop(0, n_steps, attend, carry)
+    _, total, out = lax.fori_loop(0, n_steps, add_block, carry)
     out = out / jnp.where(total > 0, total, 1)[..., None]
     return out.reshape(q.shape).astype(q.dtype)
+
+
+def block_attention(
+    q: Float[Array, "B T N H"],
+    index_q: Float[Array, "B T K I"] | None,
+    pages: LayerPages,
+    rows: PagedRows,
+    *,
+    top_blocks: int,
+    local_blocks: int,
+    init_blocks: int,
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B T K P"] | None]:
+    """Attention over the blocks that `index_q` chooses, or over all without one; and the chosen blocks."""
+    blocks = None
+    if index_q is not None and pages.index_k is not None:
+        choice = {"top_blocks": top_blocks, "local_blocks": local_blocks, "init_blocks": init_blocks}
+        blocks = block_select(index_q, pages.index_k, rows, **choice)
+    return attend(q, pages, rows, blocks), blocks

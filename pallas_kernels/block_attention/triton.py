@@ -15,6 +15,7 @@ cast, 90 fewer, but it needs compute capability 8.9.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import tuning
+from pallas_kernels.block_select.triton import block_scores, choose, visible
 from pallas_kernels.call import Call
 from pallas_kernels.paging import LayerPages, PagedRows
 from pallas_kernels.tiles import e4m3_to_bfloat16
@@ -46,16 +48,18 @@ def _attend(
     table_ref: Any,
     positions_ref: Any,
     lengths_ref: Any,
-    blocks_ref: Any,
+    scores_ref: Any,
     out_ref: Any,
     best_ref: Any,
     total_ref: Any,
+    blocks_ref: Any,
     *,
     keys: int,
     shares: int,
+    choice: Mapping[str, int],
     interpret: bool,
 ) -> None:
-    dense = blocks_ref is None
+    dense = scores_ref is None
     n_heads, head_dim = q_ref.shape[2:]
     n_kv_heads, block_size = pages.k.shape[1:3]
     group = n_heads // n_kv_heads
@@ -67,7 +71,14 @@ def _attend(
     q_mask = (head < group)[:, None] & in_head[None, :]
     q = plt.load(q_ref.at[row, 0, heads[:, None], lane[None, :]], mask=q_mask, other=0)
 
-    n_keys = jnp.minimum(lengths_ref[row], positions_ref[row, 0] + 1)
+    chosen, place = None, None
+    if not dense:
+        refs = scores_ref, positions_ref, lengths_ref
+        chosen, place = choose(*refs, row, kv_head, block_size=block_size, **choice)
+        n_chosen = blocks_ref.shape[2]
+        plt.store(blocks_ref.at[row, kv_head, place], chosen, mask=(place < n_chosen) & (share == 0))
+
+    n_keys = visible(positions_ref, lengths_ref, row)
     steps_per_page = pl.cdiv(block_size, keys)
     n_blocks = pl.cdiv(n_keys, block_size) if dense else blocks_ref.shape[2]
     steps = pl.cdiv(n_blocks * steps_per_page, shares)
@@ -77,7 +88,8 @@ def _attend(
     def attend(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         best, total, out = carry
         block = step // steps_per_page
-        block = block if dense else blocks_ref[row, kv_head, block]
+        if chosen is not None:
+            block = jnp.sum(jnp.where(place == block, chosen, 0), axis=0)
         page = table_ref[row, jnp.maximum(block, 0)]
         offset = step % steps_per_page * keys + jnp.arange(keys)
         seen = (offset < block_size) & (block * block_size + offset < n_keys) & (block >= 0)
@@ -144,38 +156,47 @@ def supported(call: Call) -> str | None:
 
 def block_attention(
     q: Float[Array, "B 1 N H"],
+    index_q: Float[Array, "B 1 K I"] | None,
     pages: LayerPages,
     rows: PagedRows,
-    blocks: Int[Array, "B 1 K P"] | None,
     *,
+    top_blocks: int,
+    local_blocks: int,
+    init_blocks: int,
     interpret: bool = False,
-) -> Float[Array, "B 1 N H"]:
+) -> tuple[Float[Array, "B 1 N H"], Int[Array, "B 1 K P"] | None]:
     """Attention of one new token per row, as the reference defines it, with weights in bfloat16."""
     n_rows, _, n_heads, head_dim = q.shape
     n_kv_heads, block_size = pages.k.shape[1:3]
-    n_blocks = rows.page_table.shape[1] if blocks is None else blocks.shape[-1]
+    n_blocks, scores, blocks = rows.page_table.shape[1], None, None
+    if index_q is not None and pages.index_k is not None:
+        scores = block_scores(index_q, pages.index_k, rows, interpret=interpret)
+        n_blocks = min(top_blocks, n_blocks)
+        blocks = jax.ShapeDtypeStruct((n_rows, n_kv_heads, n_blocks), jnp.int32)
+    choice = {"top_blocks": n_blocks, "local_blocks": local_blocks, "init_blocks": init_blocks}
     tuned = tuning.parameters("block_attention")
     # A step never crosses a page.
     keys = min(tuned["keys"], max(16, pl.next_power_of_2(block_size)))
     shares = min(max(tuned["programs"] // (n_rows * n_kv_heads), 1), n_blocks * pl.cdiv(block_size, keys))
     pages = replace(pages, index_k=None)
-    chosen = None if blocks is None else blocks[:, 0]
-    operands = (q, pages, rows.page_table, rows.positions, rows.lengths, chosen)
-    partials = pl.pallas_call(
-        partial(_attend, keys=keys, shares=shares, interpret=interpret),
-        out_shape=[
-            jax.ShapeDtypeStruct((n_rows, shares, n_heads, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((n_rows, shares, n_heads), jnp.float32),
-            jax.ShapeDtypeStruct((n_rows, shares, n_heads), jnp.float32),
-        ],
+    operands = (q, pages, rows.page_table, rows.positions, rows.lengths, scores)
+    out_shape = (
+        jax.ShapeDtypeStruct((n_rows, shares, n_heads, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((n_rows, shares, n_heads), jnp.float32),
+        jax.ShapeDtypeStruct((n_rows, shares, n_heads), jnp.float32),
+        blocks,
+    )
+    *partials, blocks = pl.pallas_call(
+        partial(_attend, keys=keys, shares=shares, choice=choice, interpret=interpret),
+        out_shape=out_shape,
         grid=(n_rows, n_kv_heads, shares),
         in_specs=jax.tree.map(lambda _: pl.no_block_spec, operands),
-        out_specs=[pl.no_block_spec] * 3,
+        out_specs=jax.tree.map(lambda _: pl.no_block_spec, out_shape),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="block_attention",
     )(*operands)
-    return pl.pallas_call(
+    merged = pl.pallas_call(
         _merge,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         grid=(n_rows, n_heads),
@@ -185,3 +206,4 @@ def block_attention(
         interpret=interpret,
         name="merge",
     )(*partials)
+    return merged, None if blocks is None else blocks[:, None]

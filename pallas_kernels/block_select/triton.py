@@ -1,11 +1,12 @@
-"""block_select as two Pallas-Triton kernels, for decoding: the scores of all blocks, then the choice.
+"""block_select in Pallas-Triton, for decoding: a kernel for the scores of all blocks; and the choice, which
+the programs of the attention make for themselves, to save a launch.
 
 Scoring reads every index key once: one program takes a few blocks of one row and keeps the maximum of each.
-Choosing takes one program per row and index head, which picks the best block so often as blocks are wanted;
-the lower of two equal blocks wins.
+Choosing picks the best block so often as blocks are wanted; the lower of two equal blocks wins.
 
-Tried on one H200, 1 row of 512K keys and 32 rows of 128K, both kernels in µs (this: 41 / 246): 528, 1056,
-2112 programs: 41 / 249, 43 / 264, 41 / 251; two or four stages, 2 or 8 warps: equal or slower.
+Tried on one H200, 1 row of 512K keys and 32 rows of 128K, with the choice as a kernel of its own, in µs (so:
+41 / 246): 528, 1056, 2112 programs: 41 / 249, 43 / 264, 41 / 251; two or four stages, 2 or 8 warps: equal or
+slower. The choice within the attention has not been timed on a GPU.
 """
 
 from functools import partial
@@ -16,10 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
-from pallas_kernels.call import Call
 from pallas_kernels.paging import PagedRows
 
 # The choice runs over the first of these many blocks that holds the row's own, so that a short sequence does
@@ -27,7 +27,7 @@ from pallas_kernels.paging import PagedRows
 WIDTHS = (256, 2048)
 
 
-def _visible(positions_ref: Any, lengths_ref: Any, row: Array) -> Array:
+def visible(positions_ref: Any, lengths_ref: Any, row: Array) -> Array:
     """How many keys, from the first one on, the row's new token may see."""
     return jnp.minimum(lengths_ref[row], positions_ref[row, 0] + 1)
 
@@ -36,7 +36,7 @@ def _score(q_ref, pages_ref, table_ref, positions_ref, lengths_ref, out_ref, *, 
     n_heads, dim = q_ref.shape[2:]
     block_size = pages_ref.shape[1]
     row, share = pl.program_id(0), pl.program_id(1)
-    n_keys = _visible(positions_ref, lengths_ref, row)
+    n_keys = visible(positions_ref, lengths_ref, row)
     n_blocks = pl.cdiv(n_keys, block_size)
     steps = pl.cdiv(n_blocks, shares)
     head = jnp.arange(max(8, pl.next_power_of_2(n_heads)))
@@ -56,61 +56,65 @@ def _score(q_ref, pages_ref, table_ref, positions_ref, lengths_ref, out_ref, *, 
     lax.fori_loop(share * steps, jnp.minimum((share + 1) * steps, n_blocks), score_block, None)
 
 
-def _choose(
-    scores_ref, positions_ref, lengths_ref, out_ref, *, block_size, local_blocks, init_blocks
-) -> None:
-    row, head = pl.program_id(0), pl.program_id(1)
-    n_blocks = pl.cdiv(_visible(positions_ref, lengths_ref, row), block_size)
-    own = positions_ref[row, 0] // block_size
-    capacity, n_picked = scores_ref.shape[2], out_ref.shape[2]
+def choose(
+    scores_ref: Any,
+    positions_ref: Any,
+    lengths_ref: Any,
+    row: Array,
+    head: Array,
+    *,
+    block_size: int,
+    top_blocks: int,
+    local_blocks: int,
+    init_blocks: int,
+) -> tuple[Array, Array]:
+    """The blocks of one row and head, inside a kernel: -1 for none, and each one's place in ascending order.
 
-    def choose(width: int) -> None:
+    As many as the next power of two of `top_blocks`.
+    """
+    n_blocks = pl.cdiv(visible(positions_ref, lengths_ref, row), block_size)
+    own = positions_ref[row, 0] // block_size
+    capacity = scores_ref.shape[2]
+    slot = jnp.arange(pl.next_power_of_2(top_blocks))
+    # Slots that stay unused hold ids beyond any block, which stand behind all others.
+    unused = capacity + slot
+
+    def among(width: int) -> Array:
         block = jnp.arange(width)
         scores = plt.load(scores_ref.at[row, head, block], mask=block < n_blocks, other=-jnp.inf)
         forced = (block <= own) & ((block > own - local_blocks) | (block < init_blocks))
         scores = jnp.where(forced, jnp.inf, scores)
-        slot = jnp.arange(pl.next_power_of_2(n_picked))
 
         def pick(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             scores, picked = carry
-            best = jnp.argmax(scores, axis=0)
+            best = jnp.argmax(scores, axis=0).astype(jnp.int32)
             return jnp.where(block == best, -jnp.inf, scores), jnp.where(slot == i, best, picked)
 
-        # Slots that stay unused hold ids beyond any block, which sort behind all others.
-        picks = jnp.minimum(n_blocks, n_picked)
-        _, picked = lax.fori_loop(0, picks, pick, (scores, capacity + slot))
-        rank = jnp.sum((picked[None, :] < picked[:, None]).astype(jnp.int32), axis=1)
-        value = jnp.where(picked < capacity, picked, -1)
-        plt.store(out_ref.at[row, head, rank], value, mask=rank < n_picked)
+        return lax.fori_loop(0, jnp.minimum(n_blocks, top_blocks), pick, (scores, unused))[1]
 
     largest = pl.next_power_of_2(capacity)
-    widths = [*(w for w in WIDTHS if w < largest), largest]
-    for narrower, width in zip([0, *widths], widths, strict=False):
-        pl.when((n_blocks > narrower if narrower else True) & (n_blocks <= width))(partial(choose, width))
+    *narrower, widest = *(w for w in WIDTHS if w < largest), largest
+    search = partial(among, widest)
+    for width in reversed(narrower):
+        search = partial(lax.cond, n_blocks <= width, partial(among, width), search)
+    picked = search()
+    place = jnp.sum((picked[None, :] < picked[:, None]).astype(jnp.int32), axis=1)
+    return jnp.where(picked < capacity, picked, -1), place
 
 
-def supported(call: Call) -> str | None:
-    """What is in the way of this call, if anything."""
-    return call.wrong_dtype() or call.no_decoding()
-
-
-def block_select(
+def block_scores(
     index_q: Float[Array, "B 1 K I"],
     index_pages: Float[Array, "pages C I"],
     rows: PagedRows,
     *,
-    top_blocks: int,
-    local_blocks: int,
-    init_blocks: int,
     interpret: bool = False,
-) -> Int[Array, "B 1 K P"]:
-    """The chosen block ids, as the reference defines them, for one new token per row."""
+) -> Float[Array, "B K M"]:
+    """The score of every block that the new token of a row can see; of others it is anything."""
     n_rows, _, n_heads, _ = index_q.shape
-    capacity, block_size = rows.page_table.shape[1], index_pages.shape[1]
-    n_picked = min(top_blocks, capacity)
+    capacity = rows.page_table.shape[1]
     # A row is cut into equal shares, whatever its length.
     shares = min(max(tuning.parameters("block_select")["programs"] // n_rows, 1), capacity)
-    scores = pl.pallas_call(
+    return pl.pallas_call(
         partial(_score, shares=shares),
         out_shape=jax.ShapeDtypeStruct((n_rows, n_heads, capacity), jnp.float32),
         grid=(n_rows, shares),
@@ -120,14 +124,3 @@ def block_select(
         interpret=interpret,
         name="block_scores",
     )(index_q, index_pages, rows.page_table, rows.positions, rows.lengths)
-    chosen = pl.pallas_call(
-        partial(_choose, block_size=block_size, local_blocks=local_blocks, init_blocks=init_blocks),
-        out_shape=jax.ShapeDtypeStruct((n_rows, n_heads, n_picked), jnp.int32),
-        grid=(n_rows, n_heads),
-        in_specs=[pl.no_block_spec] * 3,
-        out_specs=pl.no_block_spec,
-        compiler_params=plt.CompilerParams(num_warps=8 if capacity > 1024 else 4),
-        interpret=interpret,
-        name="block_choice",
-    )(scores, rows.positions, rows.lengths)
-    return chosen[:, None]
