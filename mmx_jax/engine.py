@@ -5,11 +5,12 @@ seconds. A shape that was not compiled for is an error, never a silent recompile
 """
 
 import dataclasses
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from mmx_jax.errors import InputError, NonFiniteError
 from mmx_jax.graph import Batch, Chunk, Emitted, decode, prefill
 from mmx_jax.mesh import sharding
 from mmx_jax.model import M3
-from mmx_jax.rope import rope_tables
+from mmx_jax.rope import RopeTables, rope_tables
 from mmx_jax.sampling import MAX_LOGPROBS, Sampling
 from pallas_kernels.ops import Ops
 
@@ -34,8 +35,21 @@ Progress = Callable[[str, int, int], None]
 LARGE_CHUNK = 2048
 DECODE_STEPS = (1, 8)
 
-# XLA options by platform; the one place where they are set.
-COMPILER_OPTIONS: dict[str, dict[str, Any]] = {}
+# XLA options by platform; the one place where they are set. What XLA_FLAGS names is left to it.
+COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "gpu": {
+        # All that can be captured in a CUDA graph; WHILE, which is not by default, makes a whole decode
+        # program one graph.
+        "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,"
+        "CONDITIONAL,WHILE"
+    }
+}
+
+
+def compiler_options(platform: str) -> dict[str, str]:
+    """The options for a platform, without those that the user set."""
+    options, set_by_user = COMPILER_OPTIONS.get(platform, {}), os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if f"--{name}=" not in set_by_user}
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -143,8 +157,11 @@ class Engine:
             chunks = (config.block_size, LARGE_CHUNK) if max_length > LARGE_CHUNK else (config.block_size,)
         self.chunks = [(batch if i == 0 else 1, length) for i, length in enumerate(chunks)]
         self.steps = sorted(steps)
-        self.rope = jax.device_put(rope_tables(config, max_length), sharding(mesh))
         self.programs = self._compile(model, ops, progress)
+
+    @cached_property
+    def rope(self) -> RopeTables:
+        return jax.device_put(rope_tables(self.config, self.max_length), sharding(self.mesh))
 
     def _compile(self, model: M3, ops: Callable[[int, int], Ops], progress: Progress) -> dict[str, Program]:
         graphdef, state = nnx.split(model)
@@ -162,7 +179,8 @@ class Engine:
 
         n_pages = self.batch * self.blocks_per_row
         new_pages = partial(make_pages, self.config, n_pages, model.dtype, model.kv_format)
-        state_args = abstract((leaves, self.rope, jax.eval_shape(new_pages)))
+        rope = jax.eval_shape(partial(rope_tables, self.config, self.max_length))
+        state_args = abstract((leaves, rope, jax.eval_shape(new_pages)))
         jobs: dict[str, tuple[Callable, tuple]] = {"new pages": (new_pages, ())}
         for n in self.steps:
             function = partial(decode, ops=ops(self.batch, 1), stop_ids=self.stop_ids, steps=n)
@@ -172,7 +190,7 @@ class Engine:
                 on_leaves(partial(prefill, ops=ops(*shape))),
                 (*state_args, abstract(self.empty_chunk(*shape))),
             )
-        options = COMPILER_OPTIONS.get(self.mesh.devices.flat[0].platform)
+        options = compiler_options(self.mesh.devices.flat[0].platform)
 
         def compile_one(function: Callable, args: tuple) -> Program:
             start = time.perf_counter()

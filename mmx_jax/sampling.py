@@ -88,7 +88,11 @@ def _draw(logits: Float[Array, "B V"], positions: Int[Array, " B"], sampling: Sa
 
 
 def log_probs(logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Bool[Array, " B"]) -> LogProbs:
-    """Log-probabilities before temperature and filters; zeros, at no cost, if no row wants them."""
+    """Log-probabilities before temperature and filters; zeros for rows that want none.
+
+    They cost nothing if no row wants them. Zeros are put in outside of the condition, so that no output of
+    the program is one of the condition's: a copy of that could not be captured in a CUDA graph.
+    """
     n_top = min(MAX_LOGPROBS, logits.shape[-1])
 
     def compute() -> LogProbs:
@@ -100,4 +104,5 @@ def log_probs(logits: Float[Array, "B V"], tokens: Int[Array, " B"], wanted: Boo
         zeros = jnp.zeros((logits.shape[0], n_top), logits.dtype)
         return LogProbs(zeros[:, 0], zeros.astype(jnp.int32), zeros)
 
-    return lax.cond(jnp.any(wanted), compute, skip)
+    found = lax.cond(jnp.any(wanted), compute, skip)
+    return jax.tree.map(lambda a: jnp.where(wanted.reshape(-1, *[1] * (a.ndim - 1)), a, 0), found)

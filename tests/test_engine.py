@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from mmx_jax.engine import Engine, Request
+from mmx_jax.engine import Engine, Request, compiler_options
 from mmx_jax.errors import InputError, NonFiniteError
 from mmx_jax.loading import Settings, Source
 from mmx_jax.model import M3
@@ -238,3 +238,12 @@ def test_impossible_engines_are_refused(kwargs: dict) -> None:
     source = Source(GOLDENS / "tiny_vl", Settings("float32"))
     with pytest.raises(InputError, match=r"must be at least|takes 1 to 512|outside the vocabulary"):
         Engine(tree(), source.ops, source.mesh, **{"max_length": 64} | kwargs)
+
+
+def test_compiler_options_are_left_to_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "xla_gpu_enable_command_buffer"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    assert "WHILE" in compiler_options("gpu")[name].split(",")
+    assert compiler_options("cpu") == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=0 --{name}=FUSION")
+    assert compiler_options("gpu") == {}
