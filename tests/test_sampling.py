@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mmx_jax import sampling
-from mmx_jax.sampling import MAX_LOGPROBS, Sampling
+from mmx_jax.sampling import MAX_LOGPROBS, LogProbs, Sampling
 
 V = 13
 DRAWS = 16384  # per case, each at a position of its own
@@ -249,13 +249,17 @@ def test_log_probs(n_vocab: int):
     logits[1, 3:] = logits[1, 3]  # ties: the lower ids first
     logits[2] += 1e4
     tokens = np.array([4, 0, n_vocab - 1, 7, 2], np.int32)
-    got = log_probs(logits, tokens, np.array([False, False, True, False, False]))
+    wanted = np.arange(5) != 3
+    found = log_probs(logits, tokens, wanted)
+    assert not any(np.any(a[3]) for a in dataclasses.astuple(found))
+    got = LogProbs(*(a[wanted] for a in dataclasses.astuple(found)))
+    logits, tokens = logits[wanted], tokens[wanted]
     x = logits.astype(np.float64)
     shifted = x - x.max(axis=1, keepdims=True)
     expected = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
     # exp and log add a few roundings, the sum n_vocab, each shifted logit one of its own size in and out.
     atol = 2.0**-24 * (n_vocab + 4 * np.abs(shifted).max() + 8)
-    np.testing.assert_allclose(got.chosen, expected[np.arange(5), tokens], rtol=0, atol=atol)
+    np.testing.assert_allclose(got.chosen, expected[np.arange(4), tokens], rtol=0, atol=atol)
     n_top = min(MAX_LOGPROBS, n_vocab)
     order = np.argsort(-x, axis=1, kind="stable")[:, :n_top]
     np.testing.assert_array_equal(got.top_ids, order)
