@@ -137,6 +137,15 @@ def test_mlp(form: str, f: int, d: int, t: int, interpret: bool) -> None:
     ],
 )
 def test_moe(form: str, kind: str, t: int, e: int, x: int, shared: str, interpret: bool) -> None:
+    check_moe(form, kind, t, e, x, shared, interpret)
+
+
+@pytest.mark.parametrize("interpret", MODES)
+def test_moe_with_a_shared_expert_by_itself(interpret: bool) -> None:
+    check_moe("int4_g64", "padding", moe_triton.MAX_SHARED_TOKENS + 1, 9, 4, "int8", interpret)
+
+
+def check_moe(form: str, kind: str, t: int, e: int, x: int, shared: str, interpret: bool) -> None:
     """Widths that are no multiple of a tile or a step; experts without tokens hold NaN where they can."""
     f, d = 48, 176
     r, tokens_in = routing(kind, t, e, x), tokens((t, d), 7)

@@ -2,7 +2,7 @@
 
 One program computes 64 weight rows for one tile of tokens, so every weight is read once, by programs that
 stream contiguous tiles; programs of unused tiles end at once. The shared expert's programs come first in the
-same launches, in whatever format; its tiles are of all tokens in order.
+same launches, in whatever format; its tiles are of all tokens in order. With many tokens it has its own.
 
 Tried on one H200, int4_g64 without a shared expert, both kernels and the weighted sum at 1 / 8 / 32 / 64 /
 128 tokens in µs:
@@ -40,8 +40,11 @@ from pallas_kernels.moe.routing import MIN_TILE_ROWS, Routing
 from pallas_kernels.qmatmul.triton import qmatmul
 from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, tile_dot
 
-# Rows of x, those of all groups together, of one program of a weight that all tokens use.
+# Rows of x, those of all groups together, of one program of an MLP by itself. A shared expert has tiles of as
+# few rows as the others: with more, the launch would take more shared memory, and fewer of its programs would
+# run on a multiprocessor. So each tile of tokens reads the weight again, which for many costs too much.
 MAX_ROWS = 32
+MAX_SHARED_TOKENS = 32
 
 
 def _neighbours(tile: Array, n_rows: int, n_tokens: int) -> tuple[Array, Array]:
@@ -179,13 +182,6 @@ def _call(
     )(*operands)
 
 
-def _rows(n_tokens: int, shared: PackedMLP | None) -> int:
-    """Rows of a tile of all tokens."""
-    weights = () if shared is None else (shared.gate_up, shared.down)
-    groups = max((TILE_FORMATS[w.format].groups for w in weights), default=1)
-    return max(MIN_TILE_ROWS, min(pl.next_power_of_2(n_tokens), MAX_ROWS // groups))
-
-
 def supported(call: Call) -> str | None:
     """What is in the way of this call, if anything."""
     return call.wrong_dtype() or call.too_many_tokens()
@@ -196,7 +192,8 @@ def mlp(
 ) -> Float[Array, "_ *T D"]:
     """The terms of one MLP, as the reference defines it, for up to 128 tokens of bfloat16 `x`."""
     lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
-    n_rows = _rows(len(x), weights)
+    groups = TILE_FORMATS[weights.gate_up.format].groups
+    n_rows = max(MIN_TILE_ROWS, min(pl.next_power_of_2(len(x)), MAX_ROWS // groups))
     kernel = partial(_gate_up, activation=partial(_swigluoai, alpha=alpha, limit=limit))
     out = None, jax.ShapeDtypeStruct((len(x), weights.features), x.dtype)
     operands = (x, None, None, weights.gate_up)
@@ -216,7 +213,10 @@ def moe(
 ) -> Float[Array, "_ T D"]:
     """A term for each of a token's experts and for the shared one; the reference defines their sum."""
     n_tokens, top_k = routing.experts.shape
-    n_rows = _rows(n_tokens, shared)
+    if shared is not None and n_tokens > MAX_SHARED_TOKENS:
+        constants = {"alpha": alpha, "limit": limit, "interpret": interpret}
+        return jnp.concatenate([moe(x, routing, experts, None, **constants), mlp(x, shared, **constants)])
+    n_rows = MIN_TILE_ROWS
     tiles = pl.cdiv(n_tokens, n_rows) + routing.tile_expert.shape[0]
     hidden = (
         jax.ShapeDtypeStruct((n_tokens * top_k, experts.features), x.dtype),
