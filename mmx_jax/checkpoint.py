@@ -22,14 +22,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from mmx_jax.config import read_json
-from mmx_jax.errors import CheckpointError
+from mmx_jax.config import ModelConfig, read_json
+from mmx_jax.errors import CheckpointError, MmxError
 from pallas_kernels.formats import FORMATS, Plain, Shape
 
 MANIFEST, RECIPE, PARTS, PARTIAL = "manifest.json", "recipe.json", "parts", ".partial"
@@ -68,6 +69,7 @@ class Manifest:
     recipe: str  # its digest
     attention: str  # "dense": the indexer was left out
     sources: dict[str, str]
+    files: dict[str, str]  # what was copied from the source -> its sha256
     parts: dict[str, dict[str, Entry]]
 
     @cached_property
@@ -76,8 +78,22 @@ class Manifest:
         return {path: entry for part in self.parts.values() for path, entry in part.items()}
 
     @cached_property
-    def part_of(self) -> dict[str, str]:
+    def holder(self) -> dict[str, str]:
+        """Parameter -> the part that holds it, which may be an addition such as `layers.3.indexer`."""
         return {path: name for name, part in self.parts.items() for path in part}
+
+    def whole_parts(self, directory: Path) -> dict[str, dict[str, Entry]]:
+        """The parts whose files are all there, of the right sizes."""
+
+        def is_whole(part: Mapping[str, Entry]) -> bool:
+            try:
+                for path in part:
+                    _check_files(directory, self, path)
+            except CheckpointError:
+                return False
+            return True
+
+        return {name: part for name, part in self.parts.items() if is_whole(part)}
 
     @staticmethod
     def read(directory: Path) -> "Manifest":
@@ -88,21 +104,55 @@ class Manifest:
             raise CheckpointError(f"{file}: version {data.get('version')!r}, this program reads {VERSION}")
         try:
             parts = {
-                name: {
-                    path: Entry(**{**fields, "shape": tuple(fields["shape"])})
-                    for path, fields in part.items()
-                }
+                name: {path: _entry(file, name, path, fields) for path, fields in part.items()}
                 for name, part in data["parts"].items()
             }
-            return Manifest(data["recipe"], data["attention"], dict(data["sources"]), parts)
+            for name in parts:
+                _place(name)
+            recipe, attention, sources, files = (data[n] for n in ("recipe", "attention", "sources", "files"))
+            manifest = Manifest(recipe, attention, dict(sources), dict(files), parts)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"{file}: not a manifest of this version: {error!r} is missing or wrong"
             ) from None
+        if sum(map(len, parts.values())) > len(manifest.entries):
+            raise CheckpointError(f"{file}: some parameters are in two parts")
+        return manifest
 
     def write(self, directory: Path) -> None:
-        data = {"version": VERSION, **dataclasses.asdict(self)}
-        write_file(directory / MANIFEST, (json.dumps(data, indent=1) + "\n").encode())
+        """With the parts in the model's order, whatever order they came in."""
+        parts = dict(sorted(self.parts.items(), key=lambda item: _place(item[0])))
+        data = {"version": VERSION, **dataclasses.asdict(dataclasses.replace(self, parts=parts))}
+        write_file(directory / MANIFEST, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
+
+
+def _place(part: str) -> tuple[int, int, str]:
+    """Where a part stands in the model."""
+    first, *rest = part.split(".")
+    order = ("embed", "layers", "norm", "head").index(first)
+    return order, int(rest[0]) if rest else 0, part
+
+
+def _entry(file: Path, part: str, path: str, fields: Any) -> Entry:
+    """An entry of the manifest, if everything in it fits its format and shape."""
+    where = f"{file}: {path}"
+    _place(part)
+    if part != part_of(path) and not part.startswith(f"{part_of(path)}."):
+        raise CheckpointError(f"{where}: is in part {part}")
+    entry = Entry(**{**fields, "shape": tuple(fields["shape"])})
+    if not isinstance(entry.format, str) or entry.format not in FORMATS:
+        raise CheckpointError(f"{where}: format {entry.format!r} is none of {', '.join(FORMATS)}")
+    if not entry.shape or not all(type(n) is int and n > 0 for n in entry.shape):
+        raise CheckpointError(f"{where}: shape {list(entry.shape)} is none")
+    form = FORMATS[entry.format]
+    if entry.bytes != form.nbytes(entry.shape):
+        raise CheckpointError(f"{where}: bytes {entry.bytes!r}: expected {form.nbytes(entry.shape)}")
+    if not isinstance(entry.digests, dict) or entry.digests.keys() != form.buffers(entry.shape).keys():
+        raise CheckpointError(f"{where}: digests: expected {', '.join(form.buffers(entry.shape))}")
+    for name in ("rms_error", "rms_error_nearest"):
+        if not isinstance(getattr(entry, name), int | float):
+            raise CheckpointError(f"{where}: {name} {getattr(entry, name)!r}: expected a number")
+    return entry
 
 
 def part_of(path: str) -> str:
@@ -110,8 +160,21 @@ def part_of(path: str) -> str:
     return ".".join(path.split(".")[: 2 if path.startswith("layers.") else 1])
 
 
+def missing_parts(manifest: Manifest, config: ModelConfig) -> list[str]:
+    """Parts that a complete conversion has and this one lacks; of an addition too, once it was begun."""
+    expected = ["embed", *(f"layers.{i}" for i in range(config.num_layers)), "norm", "head"]
+    if "indexer" in manifest.sources:
+        expected += [f"layers.{i}.indexer" for i, sparse in enumerate(config.sparse_layers) if sparse]
+    return [part for part in expected if part not in manifest.parts]
+
+
 def is_converted(directory: Path) -> bool:
-    return (directory / MANIFEST).is_file()
+    """Whether there is a manifest; a file of that name that is something else is none."""
+    file = directory / MANIFEST
+    try:
+        return file.is_file() and bool(read_json(file).keys() & {"version", "parts"})
+    except MmxError:  # damaged: whoever reads it says so
+        return True
 
 
 def is_fresh(directory: Path) -> bool:
@@ -124,11 +187,14 @@ def is_fresh(directory: Path) -> bool:
 def write_file(file: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
     beside = file.with_name(file.name + PARTIAL)
-    with beside.open("wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    beside.rename(file)
+    try:
+        with beside.open("wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        beside.rename(file)
+    except OSError as error:
+        raise CheckpointError(f"{file}: could not be written: {error.strerror}") from None
 
 
 # --- Writing ---
@@ -138,7 +204,10 @@ class Writer:
     """Adds parts to a directory. One process at a time: another one is refused."""
 
     def __init__(self, directory: Path, manifest: Manifest):
-        """Goes on with the parts that the directory's manifest has; the caller has compared the rest."""
+        """Goes on with the parts that the directory's manifest has and that are whole.
+
+        Raises CheckpointError if it is not of the recipe and the sources of `manifest`.
+        """
         self.directory = directory
         self._lock = os.open(directory, os.O_RDONLY)
         try:
@@ -146,8 +215,22 @@ class Writer:
         except OSError:
             os.close(self._lock)
             raise CheckpointError(f"{directory}: another conversion is writing to it") from None
-        parts = Manifest.read(directory).parts if is_converted(directory) else {}
-        self.manifest = dataclasses.replace(manifest, parts=parts)
+        self.manifest = manifest
+        if is_converted(directory):
+            found = Manifest.read(directory)
+            others = {n: m for n, m in found.sources.items() if manifest.sources.get(n) != m}
+            if others or (found.recipe, found.attention) != (manifest.recipe, manifest.attention):
+                self.close()
+                raise CheckpointError(f"{directory}: another conversion has written to it since")
+            self.manifest = dataclasses.replace(manifest, parts=found.whole_parts(directory))
+
+    def begin(self, files: dict[str, str]) -> None:
+        """Say whose the directory is and what will be copied, and clear what was left half-written."""
+        for left in self.directory.glob(f"*{PARTIAL}"):
+            left.unlink()
+        before, self.manifest = self.manifest, dataclasses.replace(self.manifest, files=files)
+        if self.manifest != before or not is_converted(self.directory):
+            self.manifest.write(self.directory)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -161,20 +244,25 @@ class Writer:
         try:
             yield writer
             writer.finish()
+            parts = {**self.manifest.parts, name: writer.entries}
+            manifest = dataclasses.replace(self.manifest, parts=parts)
+            for path in writer.entries:
+                _check_files(self.directory, manifest, path)
         except BaseException as error:
             self._remove(place)
             if isinstance(error, OSError) or _of_storage(error):
                 raise CheckpointError(f"{place}: could not be written: {_cause(error)}") from error
             raise
-        parts = {**self.manifest.parts, name: writer.entries}
-        self.manifest = dataclasses.replace(self.manifest, parts=parts)
+        self.manifest = manifest
         self.manifest.write(self.directory)
 
     @staticmethod
     def _remove(place: Path) -> None:
         """What an attempt to write the part may have left."""
-        for ending in ("", ".partial_save", ".partial_save.orbax-checkpoint-tmp"):
-            shutil.rmtree(place.with_name(place.name + ending), ignore_errors=True)
+        if place.parent.is_dir():
+            for found in place.parent.iterdir():
+                if found.name == place.name or found.name.startswith(f"{place.name}.partial_save"):
+                    shutil.rmtree(found, ignore_errors=True)
 
 
 class PartWriter:
@@ -190,11 +278,11 @@ class PartWriter:
         n_bytes = sum(buffer.nbytes for buffer in buffers.values())
         self.entries[path] = Entry(format, shape, n_bytes, *rms, digests)
         with _orbax():
-            ocp.partial.save(str(self.place), {path: dict(buffers)})
+            ocp.partial.save(str(self.place.absolute()), {path: dict(buffers)})
 
     def finish(self) -> None:
         with _orbax():
-            ocp.partial.finalize(str(self.place))
+            ocp.partial.finalize(str(self.place.absolute()))
         # On the disk before the manifest names the part.
         for file in (*self.place.rglob("*"), self.place, self.place.parent):
             handle = os.open(file, os.O_RDONLY)
@@ -264,7 +352,7 @@ class Converted:
                 self.skipped.setdefault("dense attention was asked for", []).append(path)
             else:
                 problems.append(f"{path} is not part of the model")
-        missing = [part for part, paths in by_part.items() if not any(path in entries for path in paths)]
+        missing = [part for part in by_part if part not in self.manifest.parts]
         if missing:
             problems.append(f"the conversion is not complete, it lacks {', '.join(missing)}")
         lost = ""
@@ -313,11 +401,11 @@ def restore(
 ) -> dict[str, dict[str, jax.Array]]:
     """See `Converted.restore`. Raises CheckpointError naming the part whose files are damaged."""
     found: dict[str, dict[str, jax.Array]] = {}
-    for part in dict.fromkeys(manifest.part_of[path] for path in paths):
+    for part in dict.fromkeys(manifest.holder[path] for path in paths):
         place = directory / PARTS / part
         wanted: dict[str, dict[str, jax.ShapeDtypeStruct]] = {}
         for path in paths:
-            if manifest.part_of[path] == part:
+            if manifest.holder[path] == part:
                 entry = manifest.entries[path]
                 wanted[path] = {
                     name: jax.ShapeDtypeStruct(b.shape, b.dtype, sharding=sharding(path, name))
@@ -325,7 +413,7 @@ def restore(
                 }
         try:
             with _orbax():
-                found |= ocp.load(str(place), wanted)
+                found |= ocp.load(str(place.absolute()), wanted)
         except Exception as error:  # whatever storage libraries make of broken files
             raise CheckpointError(f"{place}: damaged: {_cause(error)}") from error
     return found
@@ -333,7 +421,7 @@ def restore(
 
 def _check_files(directory: Path, manifest: Manifest, path: str) -> None:
     """An array is one file of its bytes; what is cut short is known before anything is read."""
-    entry, place = manifest.entries[path], directory / PARTS / manifest.part_of[path]
+    entry, place = manifest.entries[path], directory / PARTS / manifest.holder[path]
     for name, buffer in FORMATS[entry.format].buffers(entry.shape).items():
         array = f"{path}.{name}"
         file = place / "state" / array / ".".join("0" * max(len(buffer.shape), 1))
@@ -342,11 +430,29 @@ def _check_files(directory: Path, manifest: Manifest, path: str) -> None:
         if found != expected:
             what = "no such file" if found is None else f"{found} bytes"
             raise CheckpointError(f"{place}: damaged: {array}: {what}, expected {expected} bytes")
+        if not _describes(file.with_name(".zarray"), buffer):
+            raise CheckpointError(f"{place}: damaged: {array}: .zarray does not describe it")
+
+
+def _describes(file: Path, buffer: jax.ShapeDtypeStruct) -> bool:
+    """Whether an array's metadata says what it must; the library that reads it is less careful."""
+    try:
+        found = json.loads(file.read_bytes())
+        shape = list(buffer.shape)
+        return (found["shape"], found["chunks"], found["compressor"]) == (shape, shape, None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def verify(directory: Path, progress: Callable[[str, int, int], None]) -> int:
     """Read every array again and compare its digest; the bytes read. CheckpointError lists what differs."""
     manifest = Manifest.read(directory)
+    for name, digest in manifest.files.items():
+        file = directory / name
+        if not file.is_file():
+            raise CheckpointError(f"{file}: no such file; converting again copies it")
+        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise CheckpointError(f"{file}: is not what was copied; delete it and convert again")
     host = SingleDeviceSharding(jax.devices("cpu")[0])
     total = sum(entry.bytes for entry in manifest.entries.values())
     done, wrong = 0, []
@@ -359,7 +465,7 @@ def verify(directory: Path, progress: Callable[[str, int, int], None]) -> int:
             wrong.append(str(error))
             continue
         wrong += [
-            f"{directory / PARTS / manifest.part_of[path]}: {path}: {name} is not what was written"
+            f"{directory / PARTS / manifest.holder[path]}: {path}: {name} is not what was written"
             for name, buffer in buffers.items()
             if _digest(np.asarray(buffer)) != entry.digests.get(name)
         ]
@@ -369,6 +475,7 @@ def verify(directory: Path, progress: Callable[[str, int, int], None]) -> int:
         kinds = list(dict.fromkeys(wrong))
         more = f"; and {len(kinds) - 5} more" if len(kinds) > 5 else ""
         raise CheckpointError(
-            f"{len(wrong)} of {len(manifest.entries)} parameters are damaged: {'; '.join(kinds[:5])}{more}"
+            f"{len(wrong)} of {len(manifest.entries)} parameters are damaged: {'; '.join(kinds[:5])}{more};"
+            " delete what is damaged and convert again: only that will be done"
         )
     return total

@@ -87,7 +87,7 @@ def run(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated")
             warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=sys.stderr)
-            return body(parser.parse_args(argv), bars)
+            return body(parser.parse_intermixed_args(argv), bars)
     except MmxError as error:
         return _fail(bars, str(error))
     except BrokenPipeError:

@@ -31,8 +31,9 @@ from mmx_jax.weights import LoadPlan, plan_load
 from pallas_kernels.formats import FORMATS, Plain, Shape
 
 BLOCK = 1 << 22  # numbers that are rounded at a time by one core
+OVERHEAD = 150_000_000  # bytes that the libraries and programs take
 # Source formats that are kept bit for bit when the recipe asks for the format of that name.
-SAME = {"BF16": "bfloat16", "F32": "float32", "MXFP8": "mxfp8", "NVFP4": "nvfp4", "FP8 block": "fp8"}
+KEPT = {"BF16": "bfloat16", "F32": "float32", "MXFP8": "mxfp8", "NVFP4": "nvfp4", "FP8 block": "fp8"}
 ADDITIONS = {"indexer": ".attention.indexer."}  # what `--only` can add, and the parameters it means
 _COPIED = (".json", ".jinja", ".txt", ".model")
 
@@ -47,6 +48,7 @@ class Conversion:
     plan: LoadPlan
     formats: dict[str, str]
     shapes: dict[str, Shape]
+    only: str | None  # what is added to a conversion made before
     identity: Manifest  # recipe and sources as the result's manifest must have them
     parts: dict[str, list[str]]  # of the result, with the parameters of each; those that were asked for
     done: frozenset[str]  # parts that are complete
@@ -60,9 +62,16 @@ class Conversion:
 
     @property
     def peak_memory(self) -> int:
-        """The largest parameter twice, as rounded and on its way to the disk, and blocks for every core."""
-        largest = max((self.stored_bytes(p) for paths in self.remaining.values() for p in paths), default=0)
-        return 2 * largest + (os.cpu_count() or 1) * BLOCK * 4 * 6
+        """About the most beyond what is mapped: a parameter twice, as rounded and on its way to the disk, and
+        for every core a block of numbers in float32, with seven more of scratch where they are rounded."""
+
+        def peak(path: str) -> int:
+            form, shape = FORMATS[self.formats[path]], self.shapes[path]
+            block = math.prod(shape[-2:]) if form.rows is None else min(BLOCK, math.prod(shape))
+            copies = 1 if KEPT.get(self.plan.formats[path]) == form.name else 8
+            return 2 * self.stored_bytes(path) + (os.cpu_count() or 1) * block * 4 * copies
+
+        return OVERHEAD + max((peak(path) for paths in self.remaining.values() for path in paths), default=0)
 
 
 def prepare(
@@ -100,16 +109,18 @@ def prepare(
         if index is None or first <= index < last:
             parts[name if only is None else f"{name}.{only}"] = list(paths)
     mark = fingerprint(source, opened)
-    identity = Manifest(recipe.digest, attention, {only or "all": mark}, {})
+    identity = Manifest(recipe.digest, attention, {only or "all": mark}, {}, {})
     done: frozenset[str] = frozenset()
+    if bad := sorted(set("*?[]\\") & set(str(directory.absolute()))):
+        raise InputError(f"{directory}: the storage library takes {' '.join(bad)} in a path for a pattern")
     if checkpoint.is_converted(directory):
         identity = _same(directory, config, identity, only)
-        done = frozenset(identity.parts)
+        done = frozenset(identity.whole_parts(directory))
     elif only is not None:
         raise InputError(f"{directory}: --only {only} adds to a converted checkpoint, and there is none")
     elif not checkpoint.is_fresh(directory):
         raise InputError(f"{directory}: exists and is no converted checkpoint; give a new directory")
-    return Conversion(source, directory, recipe, plan, formats, shapes, identity, parts, done)
+    return Conversion(source, directory, recipe, plan, formats, shapes, only, identity, parts, done)
 
 
 def _plan(
@@ -139,23 +150,22 @@ def _same(directory: Path, config: ModelConfig, identity: Manifest, only: str | 
         if found.sources.get(name, mark) != mark:
             raise InputError(f"{directory}: was made from another source; give a new directory")
     if only is not None:
+        if found.attention != "dense":
+            raise InputError(f"{directory}: was made with the {only}; there is none to add")
         if ModelConfig.from_dir(directory) != config:
             raise InputError(f"{directory / 'config.json'}: is of another model than the source's")
-        clash = [path for path in found.entries if ADDITIONS[only] in path]
-        if clash and only not in found.sources:  # else it goes on with an addition
-            raise InputError(f"{directory}: has {clash[0]} and more of the {only} already")
     return replace(found, sources={**found.sources, **identity.sources})
 
 
 def fingerprint(source: Path, opened: Checkpoint) -> str:
-    """Tells sources apart: the config, and every tensor's name, type, shape and first 256 bytes.
+    """Tells sources apart: the config, and every tensor's name, type, shape and 256 bytes in three places.
 
     How tensors are spread over files does not matter.
     """
     mark = hashlib.sha256((source / "config.json").read_bytes())
     for name, info in sorted(opened.tensors.items()):
         mark.update(f"{name} {info.dtype} {info.shape}".encode())
-        mark.update(opened.head(name, 256))
+        mark.update(opened.sample(name, 256))
     return mark.hexdigest()
 
 
@@ -168,11 +178,11 @@ def convert(conversion: Conversion, progress: Callable[[str, int, int], None]) -
         raise InputError(f"{c.directory}: {needed / 1e6:,.1f} MB to write and {free / 1e6:,.1f} MB free")
     writer = Writer(c.directory, c.identity)
     try:
-        writer.manifest.write(c.directory)  # first, because it says whose the directory is
-        if "all" in c.identity.sources and not c.identity.parts:
-            for file in _copied(c.source):
-                checkpoint.write_file(c.directory / file.name, file.read_bytes())
-            checkpoint.write_file(c.directory / RECIPE, c.recipe.to_json().encode())
+        files = {} if c.only else _copies(c.source, c.recipe)
+        writer.begin({**c.identity.files, **{n: hashlib.sha256(b).hexdigest() for n, b in files.items()}})
+        for name, content in files.items():
+            if not (c.directory / name).is_file():
+                checkpoint.write_file(c.directory / name, content)
         # Without what another process completed after this one looked.
         remaining = {n: paths for n, paths in c.remaining.items() if n not in writer.manifest.parts}
         total = sum(c.plan.source_bytes(path) for paths in remaining.values() for path in paths)
@@ -190,17 +200,17 @@ def convert(conversion: Conversion, progress: Callable[[str, int, int], None]) -
         writer.close()
 
 
-def _copied(source: Path) -> list[Path]:
-    """What else belongs to a checkpoint: configuration, tokenizer, template, licence."""
-    own = (MANIFEST, RECIPE)
-    return [
-        file
+def _copies(source: Path, recipe: Recipe) -> dict[str, bytes]:
+    """What else belongs to a checkpoint: configuration, tokenizer, template, licence; and the recipe."""
+    copies = {
+        file.name: file.read_bytes()
         for file in sorted(source.iterdir())
         if file.is_file()
         and (file.suffix in _COPIED or file.name.upper().startswith("LICENSE"))
         and not file.name.endswith(".index.json")
-        and file.name not in own
-    ]
+        and file.name != MANIFEST
+    }
+    return copies | {RECIPE: recipe.to_json().encode()}
 
 
 # --- One parameter ---
@@ -209,7 +219,7 @@ def _copied(source: Path) -> list[Path]:
 def _convert(c: Conversion, path: str, part: PartWriter) -> Iterator[int]:
     """Add a parameter to its part; yields the source bytes done."""
     form, shape = FORMATS[c.formats[path]], c.shapes[path]
-    same = SAME.get(c.plan.formats[path]) == form.name
+    same = KEPT.get(c.plan.formats[path]) == form.name
     out = {name: np.empty(b.shape, b.dtype) for name, b in form.buffers(shape).items()}
 
     n_rows = shape[-2:][0]  # a vector is rows too
@@ -245,6 +255,8 @@ def _convert(c: Conversion, path: str, part: PartWriter) -> Iterator[int]:
         for i, sums in enumerate(pool.map(block, *zip(*blocks, strict=True))):
             total += sums
             yield c.plan.source_bytes(path) * (i + 1) // len(blocks)
+    if not np.isfinite(total).all():
+        raise CheckpointError(f"{path}: the squares of its numbers are beyond float32: no weight is so large")
     squares, *errors = total
     rms = [math.sqrt(error / squares) if squares else 0.0 for error in errors]
     part.add(path, form.name, shape, out, (rms[0], rms[1]))

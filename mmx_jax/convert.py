@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from mmx_jax import recipes
 from mmx_jax.command import Bars, Parser, prepare_jax, readable, run, start
-from mmx_jax.errors import InputError
+from mmx_jax.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
     from mmx_jax.conversion import Conversion
@@ -78,22 +79,28 @@ def _run(args: argparse.Namespace, bars: Bars) -> int:
 
 def _verify(directory: Path, bars: Bars) -> None:
     from mmx_jax import checkpoint
+    from mmx_jax.config import ModelConfig
 
     n_bytes = checkpoint.verify(directory, bars)
-    print(f"{directory}: {readable(n_bytes)} read, every digest is right", file=sys.stderr)
+    manifest, config = checkpoint.Manifest.read(directory), ModelConfig.from_dir(directory)
+    if recipes.read(directory / checkpoint.RECIPE).digest != manifest.recipe:
+        raise CheckpointError(f"{directory / checkpoint.RECIPE}: is not the recipe of this conversion")
+    missing = checkpoint.missing_parts(manifest, config)
+    told = f"; not complete, it lacks {', '.join(missing)}" if missing else ""
+    print(f"{directory}: {readable(n_bytes)} read, every digest is right{told}", file=sys.stderr)
 
 
 def _layers(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
     first, colon, last = text.partition(":")
-    if not (colon and first.isdigit() and last.isdigit()):
+    if not (colon and first.isdecimal() and last.isdecimal()):
         raise InputError(f"--layers {text!r}: expected A:B, such as 0:10")
     return int(first), int(last)
 
 
 def _print_plan(c: "Conversion") -> None:
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, markup=False)
     plan = c.plan
     sources = Counter(plan.formats.values())
     out.print(
@@ -103,9 +110,12 @@ def _print_plan(c: "Conversion") -> None:
     for reason, names in plan.skipped.items():
         out.print(f"skipped: {len(names)} tensors, {reason}")
     names = sorted({c.formats[p] for paths in c.remaining.values() for p in paths})
-    table = Table("part", "source", *names, "all", title=str(c.directory))
+    table = Table(
+        "part", "source", *names, "all", title=Text(str(c.directory)), box=None, padding=(0, 1, 0, 0)
+    )
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
+    table.columns[0].min_width = max(map(len, (*c.remaining, "part")))
     total: Counter[str] = Counter()
     for part, paths in c.remaining.items():
         sizes: Counter[str] = Counter()

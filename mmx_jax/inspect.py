@@ -81,9 +81,7 @@ def describe(directory: Path) -> dict[str, Any]:
     if checkpoint.is_converted(directory):
         manifest = checkpoint.Manifest.read(directory)
         facts |= {"converted": True, "attention": manifest.attention, "sources": manifest.sources}
-        parts = {checkpoint.part_of(path) for path in manifest.entries}
-        expected = ["embed", *(f"layers.{i}" for i in range(c.num_layers)), "norm", "head"]
-        facts["missing_parts"] = [part for part in expected if part not in parts]
+        facts["missing_parts"] = checkpoint.missing_parts(manifest, c)
         for path, entry in manifest.entries.items():
             form = formats.setdefault(entry.format, Format())
             _count(form, math.prod(entry.shape), entry.bytes)
@@ -107,7 +105,7 @@ def _count(form: Format, numbers: int, n_bytes: int) -> None:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, markup=False)
     f = facts
     out.print(
         f"{f['checkpoint']}: {f['layers']} layers ({f['sparse_layers']} block-sparse, {f['moe_layers']} with"
@@ -116,7 +114,8 @@ def _print(facts: dict[str, Any]) -> None:
         f" {f['top_blocks']} blocks of {f['block_size']}, positions up to {f['max_position']}"
     )
     if f["converted"]:
-        out.print(f"converted, attention {f['attention']}")
+        added = "".join(f", {name} added" for name in f["sources"] if name != "all")
+        out.print(f"converted, attention {f['attention']}{added}")
         if f["missing_parts"]:
             out.print(f"not complete, it lacks {', '.join(f['missing_parts'])}")
     else:

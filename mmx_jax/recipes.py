@@ -2,7 +2,7 @@
 
     {"formats": {"*.moe.experts.*": "int4_g64", "*": "int8"}}
 
-Router, norms and embedding are never quantised and ask no recipe.
+Router, norms and embedding are never quantised: only the last pattern, `*`, may fit them and say otherwise.
 """
 
 import hashlib
@@ -20,18 +20,26 @@ RECIPES = ("bf16", "int8", "int4_g64", "int3_g64", "fp8", "mxfp8", "nvfp4")
 UNQUANTISED = ("bfloat16", "float32")
 # Selection is discrete: what chooses blocks is held in 8 bits or more.
 INDEXER_FORMATS = (*UNQUANTISED, "int8", "int8_g64", "fp8", "mxfp8")
-# A path of each kind that no recipe may quantise -> why.
-_EXEMPT = {
-    "layers.0.moe.router.weight": "the router's choice is discrete",
-    "layers.0.moe.router.bias": "the router's choice is discrete",
-    "layers.0.input_norm.weight": "norms are small and every number passes them",
-    "layers.0.post_norm.weight": "norms are small and every number passes them",
-    "layers.0.attention.q_norm.weight": "norms are small and every number passes them",
-    "layers.0.attention.k_norm.weight": "norms are small and every number passes them",
-    "layers.0.attention.indexer.q_norm.weight": "norms are small and every number passes them",
-    "layers.0.attention.indexer.k_norm.weight": "norms are small and every number passes them",
-    "norm.weight": "norms are small and every number passes them",
+MATRICES = ("gate", "up", "down")
+_NORM = "norms are small and every number passes them"
+_ROUTER = "the router's choice is discrete"
+# Every kind of parameter below a layer -> why no recipe may quantise it, or None.
+_OF_A_LAYER: Mapping[str, str | None] = {
+    **dict.fromkeys(("input_norm.weight", "post_norm.weight"), _NORM),
+    **dict.fromkeys(
+        (f"attention.{name}_norm.weight" for name in ("q", "k", "indexer.q", "indexer.k")), _NORM
+    ),
+    **dict.fromkeys(("moe.router.weight", "moe.router.bias"), _ROUTER),
+    **dict.fromkeys(f"attention.{name}" for name in ("q", "k", "v", "o", "indexer.q", "indexer.k")),
+    **dict.fromkeys(f"{mlp}.{name}" for mlp in ("mlp", "moe.experts", "moe.shared") for name in MATRICES),
+}
+_MAX_LAYERS = 256  # a recipe is read without a model: patterns are tried on the layers of any
+# Parameter -> the same, of a model of so many layers, all of which have all kinds.
+PARAMETERS: Mapping[str, str | None] = {
     "embed": "the embedding is read one row at a time",
+    "norm.weight": _NORM,
+    "head": None,
+    **{f"layers.{i}.{kind}": why for i in range(_MAX_LAYERS) for kind, why in _OF_A_LAYER.items()},
 }
 
 
@@ -69,27 +77,33 @@ def load(name: str) -> Recipe:
 
 def read(path: Path) -> Recipe:
     """The recipe in a file."""
-    formats = read_json(path).get("formats")
-    if not isinstance(formats, dict) or list(formats)[-1:] != ["*"]:
+    data = read_json(path)
+    formats = data.get("formats")
+    if data.keys() != {"formats"} or not isinstance(formats, dict) or list(formats)[-1:] != ["*"]:
         raise ConfigError(
-            f'{path}: formats: expected an object from patterns to formats, the last pattern "*"'
+            f'{path}: formats: expected an object from patterns to formats, the last pattern "*", and no more'
         )
     for pattern, form in formats.items():
-        if form not in FORMATS:
-            raise ConfigError(f"{path}: {pattern!r}: format {form!r} is none of {', '.join(FORMATS)}")
-    recipe = Recipe(formats)
-    for part in ("q", "k"):
-        form = recipe.format_of(f"layers.0.attention.indexer.{part}")
-        if form not in INDEXER_FORMATS:
+        if form not in map(str, FORMATS) or form == "float64":
+            allowed = ", ".join(name for name in FORMATS if name != "float64")
+            raise ConfigError(f"{path}: {pattern!r}: format {form!r} is none of {allowed}")
+    recipe, unused = Recipe(formats), set(formats) - {"*"}
+    for name, exempt in PARAMETERS.items():
+        pattern = recipe.pattern_of(name)
+        form = formats[pattern]
+        unused.discard(pattern)
+        if exempt and pattern != "*" and form not in UNQUANTISED:
             raise ConfigError(
-                f"{path}: the indexer would be held in {form}: it chooses blocks and needs 8 bits or more"
-                f" ({', '.join(INDEXER_FORMATS)})"
+                f"{path}: {pattern!r} asks for {name} in {form}, which is never quantised: {exempt}; a"
+                " narrower pattern would do"
             )
-    for exempt, reason in _EXEMPT.items():
-        pattern = recipe.pattern_of(exempt)
-        if pattern != "*" and formats[pattern] not in UNQUANTISED:
+        if ".indexer." in name and not exempt and form not in INDEXER_FORMATS:
             raise ConfigError(
-                f"{path}: {pattern!r} asks for {exempt} in {formats[pattern]}, which is never quantised:"
-                f" {reason}; a narrower pattern would do"
+                f"{path}: {name}: the indexer would be held in {form}: it chooses blocks and needs 8 bits or"
+                f" more ({', '.join(INDEXER_FORMATS)})"
             )
+    if unused:
+        raise ConfigError(
+            f"{path}: {sorted(unused)[0]!r} fits no parameter, or only such as earlier patterns fit"
+        )
     return recipe

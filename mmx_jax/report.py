@@ -15,7 +15,7 @@ def print_plan(source: Source, batch: int, max_length: int, progress: Progress) 
     """Check everything that can be checked without reading weights, and print it to stdout."""
     plan = source.weights if source.has_weights else None
     programs = source.programs(batch, max_length, progress)
-    out = Console(highlight=False, soft_wrap=True)
+    out = Console(highlight=False, soft_wrap=True, markup=False)
     c = source.config
     out.print(
         f"{source.path}: {c.num_layers} layers ({sum(c.sparse_layers)} block-sparse, {sum(c.moe_layers)} with"

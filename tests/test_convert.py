@@ -349,7 +349,7 @@ def test_the_indexer_can_be_added(tmp_path: Path) -> None:
     ids = load_file(source / "golden.safetensors")["input_ids"].tolist()
     logits = [mmx_jax.load(tmp_path / name, max_length=64, batch=2).logits(ids) for name in ("out", "whole")]
     np.testing.assert_array_equal(*logits)
-    with pytest.raises(InputError, match=r"has layers\.\d+\.attention\.indexer\.\S+ and more of the indexer"):
+    with pytest.raises(InputError, match="was made with the indexer; there is none to add"):
         converted(source, tmp_path / "whole", "int8", only="indexer")
 
 
@@ -367,6 +367,52 @@ def test_another_recipe_source_or_attention_is_refused(source: Path, tmp_path: P
     with pytest.raises(InputError, match="was made from another source"):
         converted(other, out, "bf16")
     assert converted(source, out, "bf16").parts.keys() >= {"layers.2", "head"}
+
+
+def test_a_relative_place(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([str(source), "out", "--recipe", "int8", "--verify"]) == 0
+    assert len(mmx_jax.load("out", max_length=64, layers=1).tree.layers) == 1
+
+
+@pytest.mark.parametrize("name", ["a[b]c", "a*c", "a?c", "a\\c"])
+def test_a_place_that_would_be_a_pattern_is_refused(name: str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="in a path for a pattern"):
+        converted(source, tmp_path / name, "int8")
+    assert not (tmp_path / name).exists()
+
+
+def test_what_is_lost_is_converted_again(whole: Path, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    shutil.rmtree(out / "parts" / "layers.1")
+    (out / "parts" / "head" / "state" / "head.data" / "0.0").write_bytes(b"short")
+    (out / "config.json").unlink()
+    (out / "config.json.partial").write_bytes(b"{")
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file; converting again copies it"):
+        verify(out, silent)
+    conversion = prepare(source, out, recipes.load("int8"))
+    assert conversion.remaining.keys() == {"layers.1", "head"}
+    convert(conversion, silent)
+    assert arrays(out) == arrays(whole)
+    assert (out / "manifest.json").read_bytes() == (whole / "manifest.json").read_bytes()
+    assert not (out / "config.json.partial").exists()
+    verify(out, silent)
+
+
+def test_verify_says_what_is_not_as_it_was_made(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(whole, out)
+    (out / "recipe.json").write_text('{"formats": {"*": "fp8"}}')
+    assert main([str(out), "--verify"]) == 2
+    assert "recipe.json: is not what was copied" in capsys.readouterr().err
+    shutil.copy(whole / "recipe.json", out)
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(config | {"rope_theta": 1.0}))
+    assert main([str(out), "--verify"]) == 2
+    assert "config.json: is not what was copied" in capsys.readouterr().err
 
 
 def test_two_at_a_time_are_refused(source: Path, tmp_path: Path) -> None:
@@ -481,17 +527,34 @@ def test_damage_is_found(what: str, whole: Path, tmp_path: Path) -> None:
         (lambda m: m.pop("parts"), "not a manifest of this version: KeyError('parts')"),
         (lambda m: m.update(parts={"a": {"b": {}}}), "not a manifest of this version"),
         (
-            lambda m: m["parts"]["head"]["head"].update(format="int4_g64"),
-            "head is int4_g64 [320, 256], the model takes int8",
+            lambda m: m["parts"]["norm"]["norm.weight"].update(shape=[255], bytes=1020),
+            "norm.weight is float32 [255], the model takes float32 [256]",
         ),
         (
-            lambda m: m["parts"]["head"]["head"].update(shape=[320, 255]),
-            "head is int8 [320, 255], the model takes int8",
+            lambda m: m["parts"]["norm"]["norm.weight"].update(format="bfloat16", bytes=512),
+            "norm.weight",
+        ),
+        (lambda m: m["parts"]["head"]["head"].update(format="int5"), "head: format 'int5' is none of"),
+        (lambda m: m["parts"]["head"]["head"].update(format=["int8"]), "head: format ['int8'] is none of"),
+        (lambda m: m["parts"]["head"]["head"].update(shape=["320", "256"]), "head: shape ['320', '256'] is"),
+        (lambda m: m["parts"]["head"]["head"].update(shape=[]), "head: shape [] is none"),
+        (lambda m: m["parts"]["head"]["head"].update(bytes=None), "head: bytes None: expected 83200"),
+        (
+            lambda m: m["parts"]["head"]["head"].update(rms_error=None),
+            "head: rms_error None: expected a number",
+        ),
+        (lambda m: m["parts"]["head"]["head"].update(digests=[]), "head: digests: expected data, scale"),
+        (lambda m: m["parts"].update({"layers.x": {}}), "not a manifest of this version"),
+        (
+            lambda m: m["parts"].update(
+                {"layers.1.more": {"layers.1.attention.q": m["parts"]["layers.1"]["layers.1.attention.q"]}}
+            ),
+            "some parameters are in two parts",
         ),
         (lambda m: m["parts"]["layers.1"].pop("layers.1.attention.q"), "layers.1.attention.q is missing"),
         (
-            lambda m: m["parts"]["norm"].update(more=m["parts"]["norm"]["norm.weight"]),
-            "more is not part of the model",
+            lambda m: m["parts"]["norm"].update({"norm.more": m["parts"]["norm"]["norm.weight"]}),
+            "norm.more is not part of the model",
         ),
     ],
 )
@@ -503,7 +566,7 @@ def test_a_manifest_that_does_not_fit(edit, message: str, whole: Path, tmp_path:
     (broken / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError) as error:
         mmx_jax.load(broken)
-    assert str(broken / "manifest.json") in str(error.value)
+    assert str(broken) in str(error.value)
     assert message in str(error.value)
 
 

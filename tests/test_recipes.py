@@ -28,6 +28,16 @@ def test_int4_quantises_experts_and_keeps_the_rest_in_8_bits() -> None:
     assert {f for p, f in found.items() if ".moe.experts." not in p} == {"int8"}
 
 
+def test_recipes_know_every_kind_of_parameter() -> None:
+    """Those of a model with dense and sparse layers, and which of them are weights that may be rounded."""
+    model = abstract_model(Source(GOLDENS / "tiny_text", Settings()).config, "bfloat16")
+    weights = {".".join(map(str, p)) for p, m in nnx.iter_modules(model) if isinstance(m, Weight)}
+    for path in parameters(model):
+        assert (recipes.PARAMETERS[path] is None) == (path in weights - {"embed"}), path
+    kinds = {path.split(".", 2)[-1] for path in parameters(model)}
+    assert {path.split(".", 2)[-1] for path in recipes.PARAMETERS} <= kinds | {"embed", "head"}
+
+
 @pytest.mark.parametrize("name", recipes.RECIPES)
 def test_the_indexer_has_8_bits_or_more(name: str) -> None:
     found = formats(name)
@@ -39,7 +49,10 @@ def test_the_indexer_has_8_bits_or_more(name: str) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"formats": {"*": "int4_g64"}}, "the indexer would be held in int4_g64"),
+        (
+            {"formats": {"*": "int4_g64"}},
+            "layers.0.attention.indexer.q: the indexer would be held in int4_g64",
+        ),
         (
             {"formats": {"*.indexer.k": "int3_g64", "*": "int8"}},
             "the indexer would be held in int3_g64",
@@ -49,8 +62,22 @@ def test_the_indexer_has_8_bits_or_more(name: str) -> None:
             "'*.moe.*' asks for layers.0.moe.router.weight in int4_g64, which is never quantised",
         ),
         ({"formats": {"*.bias": "fp8", "*": "int8"}}, "asks for layers.0.moe.router.bias in fp8"),
-        ({"formats": {"*norm*": "int8", "*": "int8"}}, "asks for layers.0.input_norm.weight in int8"),
+        ({"formats": {"*norm*": "int8", "*": "int8"}}, "asks for norm.weight in int8"),
         ({"formats": {"emb*": "int8", "*": "int8"}}, "asks for embed in int8"),
+        ({"formats": {"layers.7.*": "int4_g64", "*": "int8"}}, "asks for layers.7."),
+        (
+            {"formats": {"layers.7.attention.*.q": "int4_g64", "*": "int8"}},
+            "layers.7.attention.indexer.q: the",
+        ),
+        ({"formats": {"layers.70.moe.router.*": "int8", "*": "int8"}}, "layers.70.moe.router.weight in int8"),
+        (
+            {"formats": {"layers.7.*norm*": "int8", "*": "int8"}},
+            "asks for layers.7.input_norm.weight in int8",
+        ),
+        ({"formats": {"*.moe.expert.*": "int4_g64", "*": "int8"}}, "'*.moe.expert.*' fits no parameter"),
+        ({"formats": {"*": "int8"}, "layers": 3}, "and no more"),
+        ({"formats": {"*": ["int8"]}}, "format ['int8'] is none of bfloat16"),
+        ({"formats": {"*": "float64"}}, "format 'float64' is none of bfloat16"),
         ({"formats": {"*": "int5"}}, "format 'int5' is none of bfloat16"),
         ({"formats": {"*.mlp.*": "int8"}}, 'the last pattern "*"'),
         ({"formats": []}, 'the last pattern "*"'),
