@@ -15,10 +15,11 @@ Tried on one H200, int4_g64, both kernels and the weighted sum at 1 / 8 / 32 / 6
 - tiles before experts in the grid, evict-first loads, no shift by zero: no difference.
 
 What bounds it is issue slots and the latency of eight dots a step, not bytes. Instructions of a warp in the
-loop per 1024 values of k, compiled offline with another Triton: fp8 2110, mxfp8 2360, int8 1770, int4_g64
-1510, int3_g64 1370, nvfp4 2640. int3_g64 takes 48 / 237 / - / 832 and nvfp4 81 / 440 / - / 1548. For nvfp4,
-with k ordered so that a tile of scales multiplies every plane ahead of its dot: 64 / 338 / - / 1210; mxfp8
-lost 10% by that, and two ways are one too many.
+loop per 1024 values of k, compiled for sm_90 by jax 0.11.2: bfloat16 680, int3_g64 1061, nvfp4 1224, int4_g64
+1244, int8 1468, int8_g64 1620, fp8 1868, mxfp8 2452. None of them was timed since sums are scaled by fma,
+which was two instructions: int4_g64 had 1308 in the times above. int3_g64 took 48 / 237 / - / 832 with 1203,
+in words of 32 bits, and nvfp4 81 / 440 / - / 1548 with 2748, its sums scaled group by group; with a tile of
+scales as large as that of the words, which multiplied weights, 64 / 338 / - / 1210.
 """
 
 import dataclasses
@@ -44,10 +45,12 @@ from pallas_kernels.tiles import (
     TILE_FORMATS,
     Rows,
     TiledTensor,
+    arrange,
+    columns,
     n_steps,
     pack,
-    pad_columns,
     pad_rows,
+    place,
     tile,
     tile_dot,
 )
@@ -110,6 +113,7 @@ def _kernel(
     n_rows: int,
     steps: int,
     activation: Callable[[Array], Array] | None,
+    column: Callable[[Array], Array],
     interpret: bool,
 ) -> None:
     n, tile = pl.program_id(0), pl.program_id(1)
@@ -126,9 +130,17 @@ def _kernel(
             y = activation(y)
         # The last row of the output is a place for tokens that are none.
         target = jnp.where(live, pair, out_ref.shape[0] - 1)
-        column = n * y.shape[0] + jnp.arange(y.shape[0])
-        mask = jnp.broadcast_to(live[None, :], y.shape)
-        plt.store(out_ref.at[target[None, :], column[:, None]], y.astype(out_ref.dtype), mask=mask)
+
+        def store(first: Array | int, values: Array, width: int) -> None:
+            k = jnp.arange(values.shape[0])
+            mask = live[None, :] & (k < width)[:, None]
+            plt.store(out_ref.at[target[None, :], column(first + k)[:, None]], values, mask=mask)
+
+        store(n * y.shape[0], y.astype(out_ref.dtype), y.shape[0])
+        used = weight.data.shape[1] * y.shape[0]
+        if spare := out_ref.shape[1] - used:
+            zeros = jnp.zeros((pl.next_power_of_2(spare), n_rows), out_ref.dtype)
+            pl.when(n == 0)(lambda: store(used, zeros, spare))
 
 
 def _swigluoai(y: Float[Array, "64 T"], alpha: float, limit: float) -> Float[Array, "32 T"]:
@@ -147,9 +159,11 @@ def _run(
     out: jax.ShapeDtypeStruct,
     top_k: int,
     activation: Callable[[Array], Array] | None,
+    column: Callable[[Array], Array],
     interpret: bool,
     name: str,
 ) -> Array:
+    """`x` is arranged for `weight`. Column k of the result goes to `column(k)`, and zeros to what is left."""
     tuned = tuning.parameters("moe")
     kernel = partial(
         _kernel,
@@ -157,10 +171,11 @@ def _run(
         n_rows=routing.tile_rows,
         steps=n_steps(weight),
         activation=activation,
+        column=column,
         interpret=interpret,
     )
     tiles = (routing.tile_expert, routing.tile_start, routing.tile_count, routing.order)
-    operands = (*tiles, pad_columns(x, weight), weight)
+    operands = (*tiles, x, weight)
     return pl.pallas_call(
         kernel,
         out_shape=out,
@@ -190,13 +205,15 @@ def moe(
     """The experts' weighted sum in float32, as the reference defines it, for bfloat16 `x`."""
     n_tokens, top_k = routing.experts.shape
     n_pairs, n_experts = n_tokens * top_k, experts.down.shape[0]
-    features = experts.gate_up.data.shape[1] * ROWS // 2
     outputs = experts.down.data.shape[1] * ROWS
     activation = partial(_swigluoai, alpha=alpha, limit=limit)
-    hidden = jax.ShapeDtypeStruct((n_pairs + 1, features), x.dtype)
-    hidden = _run(x, routing, experts.gate_up, hidden, top_k, activation, interpret, "moe_gate_up")
+    x = arrange(x, experts.gate_up)
+    # The first kernel leaves what the second reads, as `arrange` would.
+    hidden = jax.ShapeDtypeStruct((n_pairs + 1, columns(experts.down)), x.dtype)
+    column = partial(place, experts.down.format)
+    hidden = _run(x, routing, experts.gate_up, hidden, top_k, activation, column, interpret, "moe_gate_up")
     out = jax.ShapeDtypeStruct((n_pairs + 1, outputs), jnp.float32)
-    out = _run(hidden, routing, experts.down, out, 1, None, interpret, "moe_down")
+    out = _run(hidden, routing, experts.down, out, 1, None, lambda k: k, interpret, "moe_down")
     out = out[:n_pairs, : experts.down.shape[1]].reshape(n_tokens, top_k, -1)
     out = jnp.where((routing.experts < n_experts)[..., None], out, 0)
     return jnp.einsum("txd,tx->td", out, routing.weights, precision=EXACT)

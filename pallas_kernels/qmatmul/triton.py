@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.call import Call
-from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, pad_columns, tile_dot
+from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, arrange, n_steps, tile_dot
 
 # Rows of x of one program, those of all groups together: with 128, int4_g64 and int3_g64 compile to more
 # shared memory than a multiprocessor has. More tokens are further programs, beside those of the same weights.
@@ -44,7 +44,7 @@ def qmatmul(x: Float[Array, "*T D"], weight: TiledTensor, *, interpret: bool = F
     """`x @ w.T` in float32, as the reference defines it, for up to 128 tokens of bfloat16 `x`."""
     lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     n_tokens = x.shape[0]
-    n_tiles, all_steps = weight.data.shape[:2]
+    n_tiles, all_steps = weight.data.shape[0], n_steps(weight)
     tuned = tuning.parameters("qmatmul")
     parts = max(1, min(all_steps, tuned["programs"] // n_tiles))
     steps = -(-all_steps // parts)
@@ -53,7 +53,7 @@ def qmatmul(x: Float[Array, "*T D"], weight: TiledTensor, *, interpret: bool = F
     n_rows = max(8, min(pl.next_power_of_2(n_tokens), MAX_ROWS // groups))
     blocks = -(-n_tokens // n_rows)
     stages = tuned["stages"] if groups * n_rows <= 32 else 2
-    operands = (pad_columns(x, weight), weight)
+    operands = (arrange(x, weight), weight)
     out = pl.pallas_call(
         partial(_kernel, n_tokens=n_tokens, n_rows=n_rows, steps=steps, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((parts, blocks * n_rows, n_tiles * ROWS), jnp.float32),
