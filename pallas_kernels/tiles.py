@@ -30,12 +30,14 @@ from pallas_kernels.formats import E2M1, E4M3, pack_bits, unpack_bits
 from pallas_kernels.qtensor import QTensor
 
 ROWS = 64
-WORDS = 64
 
 # Where the codes of a word begin.
 _BYTES = (0, 8, 16, 24)
 _NIBBLES = tuple(range(0, 32, 4))
 _INT3_FIELDS = (1, 4, 7, 10, 13)
+# Of a field, to bit 1 or 4 of bfloat16's mantissa; and what it is more than its value there.
+_INT3_SHIFTS = (0, 0, 6, 6, 9)
+_INT3_OFFSETS = (68, 12, 68, 12, 12)
 
 
 @jax.tree_util.register_dataclass
@@ -93,6 +95,7 @@ class TileFormat:
     width: int = 64  # values of k per plane
     bits: int = 0  # of a code in a word
     zero: int = 0  # the code of the value 0
+    offsets: tuple[int, ...] = ()  # what the numbers of each field have too much
     group: int | None = None  # values of k that share a scale
     scale_bits: int = 32
     # A scale's bits at the bottom of an int32, anything above them -> float32.
@@ -293,22 +296,13 @@ def _int8(words: Array, j: int, interpret: bool) -> Array:
 
 
 def _int3(words: Array, j: int, interpret: bool) -> Array:
-    """u - 4 of each field u: moved to bit 1 or 4 where it is not there, it is that of 64 + u or 8 + u."""
-    start = _INT3_FIELDS[j]
+    """64 + u, or 8 + u, of each field u, which is moved to bit 1 or 4 where it is at neither."""
+    start, shift = _INT3_FIELDS[j], _INT3_SHIFTS[j]
     if interpret:
-        return _field(words, start, 3).astype(jnp.bfloat16) - 4
-    shift = (0, 0, 6, 6, 9)[j]
-    if start - shift == 1:
-        mask, base, less = "0x000E000E", "0x42804280", "0xC288C288"
-    else:
-        mask, base, less = "0x00700070", "0x41004100", "0xC140C140"
+        return (_field(words, start, 3) + (_INT3_OFFSETS[j] - 4)).astype(jnp.bfloat16)
+    mask, base = ("0x000E000E", "0x42804280") if start - shift == 1 else ("0x00700070", "0x41004100")
     moved, field = (f"shr.b32 t, $1, {shift}; ", "t") if shift else ("", "$1")
-    # Adding bf16x2 needs compute capability 9.0, fma does not.
-    return _asm(
-        f"{moved}lop3.b32 t, {field}, {mask}, {base}, 0xEA;"
-        f" mov.b32 a, 0x3F803F80; mov.b32 b, {less}; fma.rn.bf16x2 $0, t, a, b;",
-        words,
-    )
+    return _asm(f"{moved}lop3.b32 $0, {field}, {mask}, {base}, 0xEA;", words)
 
 
 def _e4m3(words: Array, j: int, interpret: bool) -> Array:
@@ -504,6 +498,7 @@ TILE_FORMATS: dict[str, TileFormat] = {
         tiles=2,
         bits=3,
         zero=4,
+        offsets=_INT3_OFFSETS,
         group=64,
         scale_bits=16,
         scale=_bfloat16_scale,
@@ -575,6 +570,8 @@ def tile_dot(
         for j in range(form.planes):
             m, n = divmod(j, form.planes // form.tiles)
             plane = form.unpack(words[m], n, interpret, *factors[m : m + 1])
+            if form.offsets:
+                plane -= form.offsets[n]  # exact
             x = plt.load(x_ref.at[token, i * form.step + j * form.width + column], mask=mask, other=0)
             if form.group is None or factors:
                 total += plt.dot(plane, x, trans_b=True)
