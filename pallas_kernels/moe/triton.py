@@ -15,11 +15,12 @@ Tried on one H200, int4_g64, both kernels and the weighted sum at 1 / 8 / 32 / 6
 - tiles before experts in the grid, evict-first loads, no shift by zero: no difference.
 
 What bounds it is issue slots and the latency of eight dots a step, not bytes. Instructions of a warp in the
-loop per 1024 values of k, compiled for sm_90 by jax 0.11.2: bfloat16 680, int3_g64 1061, nvfp4 1224, int4_g64
+loop per 1024 values of k, compiled for sm_90 by jax 0.11.2: bfloat16 680, int3_g64 950, nvfp4 1224, int4_g64
 1244, int8 1468, int8_g64 1620, fp8 1868, mxfp8 2452. None of them was timed since sums are scaled by fma,
 which was two instructions: int4_g64 had 1308 in the times above. int3_g64 took 48 / 237 / - / 832 with 1203,
-in words of 32 bits, and nvfp4 81 / 440 / - / 1548 with 2748, its sums scaled group by group; with a tile of
-scales as large as that of the words, which multiplied weights, 64 / 338 / - / 1210.
+in words of 32 bits; of its 950, 128 are the matrix unit's, half of them for the zero point, without which it
+has 1061. nvfp4 took 81 / 440 / - / 1548 with 2748, its sums scaled group by group; with a tile of scales as
+large as that of the words, which multiplied weights, 64 / 338 / - / 1210.
 """
 
 import dataclasses
