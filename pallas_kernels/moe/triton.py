@@ -16,10 +16,12 @@ Tried on one H200, int4_g64 without a shared expert, both kernels and the weight
 - tiles before experts in the grid, evict-first loads, no shift by zero: no difference.
 
 What bounds it is issue slots and the latency of eight dots a step, not bytes. Instructions of a warp in the
-loop per 1024 values of k, compiled offline with another Triton: fp8 2110, mxfp8 2360, int8 1770, int4_g64
-1510, int3_g64 1370, nvfp4 2640. int3_g64 takes 48 / 237 / - / 832 and nvfp4 81 / 440 / - / 1548. For nvfp4,
-with k ordered so that a tile of scales multiplies every plane ahead of its dot: 64 / 338 / - / 1210; mxfp8
-lost 10% by that, and two ways are one too many.
+loop per 1024 values of k, compiled for sm_90 by jax 0.11.2: bfloat16 680, int3_g64 1061, nvfp4 1224, int4_g64
+1244, int8 1468, int8_g64 1620, fp8 1868, mxfp8 2452. None of them was timed since sums are scaled by fma,
+which was two instructions: int4_g64 had 1308 in the times above. int3_g64 took 48 / 237 / - / 832 with 1203,
+in words of 32 bits; with its zero point taken off by the matrix unit it would have 950. nvfp4 took 81 / 440 /
+- / 1548 with 2748, its sums scaled group by group; with a tile of scales as large as that of the words, which
+multiplied weights, 64 / 338 / - / 1210.
 """
 
 from collections.abc import Callable
@@ -38,7 +40,7 @@ from pallas_kernels.call import Call
 from pallas_kernels.moe.packing import PackedMLP
 from pallas_kernels.moe.routing import MIN_TILE_ROWS, Routing
 from pallas_kernels.qmatmul.triton import qmatmul
-from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, tile_dot
+from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, arrange, columns, n_steps, place, tile_dot
 
 # Rows of x, those of all groups together, of one program of an MLP by itself. A shared expert has tiles of as
 # few rows as the others: with more, the launch would take more shared memory, and fewer of its programs would
@@ -62,6 +64,7 @@ def _pairs(routing: Any, tile: Array) -> tuple[Array, Array]:
 
 def _gate_up(
     x_ref: Any,
+    shared_x_ref: Any,
     routing: Any,
     experts: TiledTensor | None,
     shared: TiledTensor | None,
@@ -70,27 +73,46 @@ def _gate_up(
     *,
     n_rows: int,
     activation: Callable[[Array], Array],
+    readers: tuple[str | None, str | None],  # the formats that the hidden activations are arranged for
     interpret: bool,
 ) -> None:
     n, program = pl.program_id(0), pl.program_id(1)
-    n_tokens = x_ref.shape[0]
+    n_tokens = shared_x_ref.shape[0]
     shared_tiles = pl.cdiv(n_tokens, n_rows)
 
-    def compute(weight: TiledTensor, at: tuple, token: Array, live: Array, out_ref: Any, row: Array) -> None:
+    def compute(
+        weight: TiledTensor,
+        at: tuple,
+        x_ref: Any,
+        token: Array,
+        live: Array,
+        out_ref: Any,
+        row: Array,
+        reader: str | None,
+    ) -> None:
         y = tile_dot(weight, at, x_ref, token, live, (0, n_steps(weight)), interpret)
         y = activation(y).astype(out_ref.dtype)
-        column = n * y.shape[0] + jnp.arange(y.shape[0])
-        mask = live[None, :] & (column < out_ref.shape[1])[:, None]
         # Behind the last row, where nothing is written, if there is no token.
         row = jnp.where(live, row, out_ref.shape[0])
-        plt.store(out_ref.at[row[None, :], column[:, None]], y, mask=mask)
+
+        def store(first: Array | int, values: Array) -> None:
+            k = first + jnp.arange(values.shape[0])
+            column = k if reader is None else place(reader, k)
+            mask = live[None, :] & (k < out_ref.shape[1])[:, None]
+            plt.store(out_ref.at[row[None, :], column[:, None]], values, mask=mask)
+
+        store(n * y.shape[0], y)
+        used = weight.data.shape[-4] * y.shape[0]
+        if used < out_ref.shape[1]:  # the reader takes whole steps
+            zeros = jnp.zeros((pl.next_power_of_2(out_ref.shape[1] - used), y.shape[1]), y.dtype)
+            pl.when(n == 0)(lambda: store(used, zeros))
 
     if shared is not None:
 
         @pl.when((program < shared_tiles) & (n < shared.data.shape[0]))
         def _() -> None:
             token, live = _neighbours(program, n_rows, n_tokens)
-            compute(shared, (n,), token, live, shared_hidden_ref, token)
+            compute(shared, (n,), shared_x_ref, token, live, shared_hidden_ref, token, readers[1])
 
     if experts is None:
         return
@@ -101,7 +123,7 @@ def _gate_up(
     def _() -> None:
         pair, live = _pairs(routing, tile)
         token = jnp.where(live, pair // routing.experts.shape[1], 0)
-        compute(experts, (expert, n), token, live, hidden_ref, pair)
+        compute(experts, (expert, n), x_ref, token, live, hidden_ref, pair, readers[0])
 
 
 def _down(
@@ -194,9 +216,10 @@ def mlp(
     lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     groups = TILE_FORMATS[weights.gate_up.format].groups
     n_rows = max(MIN_TILE_ROWS, min(pl.next_power_of_2(len(x)), MAX_ROWS // groups))
-    kernel = partial(_gate_up, activation=partial(_swigluoai, alpha=alpha, limit=limit))
+    activation = partial(_swigluoai, alpha=alpha, limit=limit)
+    kernel = partial(_gate_up, activation=activation, readers=(None, None))  # qmatmul arranges what it reads
     out = None, jax.ShapeDtypeStruct((len(x), weights.features), x.dtype)
-    operands = (x, None, None, weights.gate_up)
+    operands = (None, arrange(x, weights.gate_up), None, None, weights.gate_up)
     _, hidden = _call(kernel, operands, out, pl.cdiv(len(x), n_rows), n_rows, "mlp_gate_up", interpret)
     return qmatmul(hidden.reshape(*lead, -1), weights.down, interpret=interpret)
 
@@ -218,14 +241,15 @@ def moe(
         return jnp.concatenate([moe(x, routing, experts, None, **constants), mlp(x, shared, **constants)])
     n_rows = MIN_TILE_ROWS
     tiles = pl.cdiv(n_tokens, n_rows) + routing.tile_expert.shape[0]
-    hidden = (
-        jax.ShapeDtypeStruct((n_tokens * top_k, experts.features), x.dtype),
-        None if shared is None else jax.ShapeDtypeStruct((n_tokens, shared.features), x.dtype),
-    )
-    gate_up, down = (None, None) if shared is None else (shared.gate_up, shared.down)
-    kernel = partial(_gate_up, activation=partial(_swigluoai, alpha=alpha, limit=limit))
-    operands = (x, routing, experts.gate_up, gate_up)
-    hidden = _call(kernel, operands, hidden, tiles, n_rows, "moe_gate_up", interpret)
+    gate_up, down, shared_x, shared_hidden = None, None, x, None
+    if shared is not None:
+        gate_up, down, shared_x = shared.gate_up, shared.down, arrange(x, shared.gate_up)
+        shared_hidden = jax.ShapeDtypeStruct((n_tokens, columns(down)), x.dtype)
+    hidden = jax.ShapeDtypeStruct((n_tokens * top_k, columns(experts.down)), x.dtype)
+    readers = experts.down.format, None if down is None else down.format
+    kernel = partial(_gate_up, activation=partial(_swigluoai, alpha=alpha, limit=limit), readers=readers)
+    operands = (arrange(x, experts.gate_up), shared_x, routing, experts.gate_up, gate_up)
+    hidden = _call(kernel, operands, (hidden, shared_hidden), tiles, n_rows, "moe_gate_up", interpret)
     n_terms = top_k if shared is None else top_k + 1
     terms = jax.ShapeDtypeStruct((n_terms, n_tokens, x.shape[1]), jnp.float32)
     operands = (*hidden, routing, experts.down, down)

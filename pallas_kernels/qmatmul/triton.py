@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuning
 from pallas_kernels.call import Call
-from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, n_steps, tile_dot
+from pallas_kernels.tiles import ROWS, TILE_FORMATS, TiledTensor, arrange, n_steps, tile_dot
 
 # Rows of x of one program, those of all groups together: with 128, int4_g64 and int3_g64 compile to more
 # shared memory than a multiprocessor has. More tokens are further programs, beside those of the same weights.
@@ -49,7 +49,7 @@ def qmatmul(
     """`x @ w.T` in float32 as terms of a sum, for up to 128 tokens of bfloat16."""
     lead, x = x.shape[:-1], x.reshape(-1, x.shape[-1])
     n_tokens = x.shape[0]
-    n_tiles, all_steps = weight.data.shape[:2]
+    n_tiles, all_steps = weight.data.shape[0], n_steps(weight)
     tuned = tuning.parameters("qmatmul")
     parts = max(1, min(all_steps, tuned["programs"] // n_tiles))
     steps = -(-all_steps // parts)
@@ -57,14 +57,15 @@ def qmatmul(
     groups = TILE_FORMATS[weight.format].groups
     n_rows = max(8, min(pl.next_power_of_2(n_tokens), MAX_ROWS // groups))
     stages = tuned["stages"] if groups * n_rows <= 32 else 2
+    operands = arrange(x, weight), weight
     terms = pl.pallas_call(
         partial(_kernel, n_rows=n_rows, steps=steps, interpret=interpret),
         out_shape=jax.ShapeDtypeStruct((parts, n_tokens, weight.shape[0]), jnp.float32),
         grid=(-(-n_tokens // n_rows), n_tiles, parts),
-        in_specs=jax.tree.map(lambda _: pl.no_block_spec, (x, weight)),
+        in_specs=jax.tree.map(lambda _: pl.no_block_spec, operands),
         out_specs=pl.no_block_spec,
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
         name="qmatmul",
-    )(x, weight)
+    )(*operands)
     return terms.reshape(parts, *lead, -1)
