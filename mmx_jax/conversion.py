@@ -63,12 +63,12 @@ class Conversion:
     @property
     def peak_memory(self) -> int:
         """About the most beyond what is mapped: a parameter twice, as rounded and on its way to the disk, and
-        for every core a block of numbers in float32, with seven more of scratch where they are rounded."""
+        for every core a block of numbers in float32, with nine more of scratch where they are rounded."""
 
         def peak(path: str) -> int:
             form, shape = FORMATS[self.formats[path]], self.shapes[path]
             block = math.prod(shape[-2:]) if form.rows is None else min(BLOCK, math.prod(shape))
-            copies = 1 if KEPT.get(self.plan.formats[path]) == form.name else 8
+            copies = 1 if KEPT.get(self.plan.formats[path]) == form.name else 10
             return 2 * self.stored_bytes(path) + (os.cpu_count() or 1) * block * 4 * copies
 
         return OVERHEAD + max((peak(path) for paths in self.remaining.values() for path in paths), default=0)
