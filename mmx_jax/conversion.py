@@ -62,8 +62,11 @@ class Conversion:
 
     @property
     def peak_memory(self) -> int:
-        """About the most beyond what is mapped: a parameter twice, as rounded and on its way to the disk, and
-        for every core a block of numbers in float32, with nine more of scratch where they are rounded."""
+        """About the most bytes at a time, beside the sources that are mapped.
+
+        A parameter twice, as rounded and on its way to the disk, and for every core a block of numbers in
+        float32, with nine more of scratch where they are rounded.
+        """
 
         def peak(path: str) -> int:
             form, shape = FORMATS[self.formats[path]], self.shapes[path]
@@ -178,11 +181,12 @@ def convert(conversion: Conversion, progress: Callable[[str, int, int], None]) -
         raise InputError(f"{c.directory}: {needed / 1e6:,.1f} MB to write and {free / 1e6:,.1f} MB free")
     writer = Writer(c.directory, c.identity)
     try:
-        files = {} if c.only else _copies(c.source, c.recipe)
-        writer.begin({**c.identity.files, **{n: hashlib.sha256(b).hexdigest() for n, b in files.items()}})
-        for name, content in files.items():
-            if not (c.directory / name).is_file():
-                checkpoint.write_file(c.directory / name, content)
+        copies = {} if c.only else _copies(c.source, c.recipe)
+        lacking = {name: content for name, content in copies.items() if not (c.directory / name).is_file()}
+        digests = {name: hashlib.sha256(content).hexdigest() for name, content in lacking.items()}
+        writer.begin({**c.identity.files, **digests})
+        for name, content in lacking.items():
+            checkpoint.write_file(c.directory / name, content)
         # Without what another process completed after this one looked.
         remaining = {n: paths for n, paths in c.remaining.items() if n not in writer.manifest.parts}
         total = sum(c.plan.source_bytes(path) for paths in remaining.values() for path in paths)

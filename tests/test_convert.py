@@ -400,6 +400,18 @@ def test_what_is_lost_is_converted_again(whole: Path, source: Path, tmp_path: Pa
     verify(out, silent)
 
 
+def test_what_was_copied_stays_as_it_is(source: Path, tmp_path: Path) -> None:
+    """A tokenizer that changes in the source halfway is not in the result, and verify knows what is."""
+    mine, out = tmp_path / "mine", tmp_path / "out"
+    shutil.copytree(source, mine)
+    (mine / "tokenizer.json").write_text("{}")
+    converted(mine, out, "bf16", layers=(0, 1))
+    (mine / "tokenizer.json").write_text('{"changed": 1}')
+    converted(mine, out, "bf16")
+    assert (out / "tokenizer.json").read_text() == "{}"
+    verify(out, silent)
+
+
 def test_verify_says_what_is_not_as_it_was_made(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
