@@ -103,12 +103,12 @@ class Manifest:
         if data.get("version") != VERSION:
             raise CheckpointError(f"{file}: version {data.get('version')!r}, this program reads {VERSION}")
         try:
+            for name in data["parts"]:
+                _place(name)
             parts = {
                 name: {path: _entry(file, name, path, fields) for path, fields in part.items()}
                 for name, part in data["parts"].items()
             }
-            for name in parts:
-                _place(name)
             recipe, attention, sources, files = (data[n] for n in ("recipe", "attention", "sources", "files"))
             manifest = Manifest(recipe, attention, dict(sources), dict(files), parts)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -127,7 +127,7 @@ class Manifest:
 
 
 def _place(part: str) -> tuple[int, int, str]:
-    """Where a part stands in the model."""
+    """Where a part stands in the model; ValueError for a name that no part has."""
     first, *rest = part.split(".")
     order = ("embed", "layers", "norm", "head").index(first)
     return order, int(rest[0]) if rest else 0, part
@@ -136,7 +136,6 @@ def _place(part: str) -> tuple[int, int, str]:
 def _entry(file: Path, part: str, path: str, fields: Any) -> Entry:
     """An entry of the manifest, if everything in it fits its format and shape."""
     where = f"{file}: {path}"
-    _place(part)
     if part != part_of(path) and not part.startswith(f"{part_of(path)}."):
         raise CheckpointError(f"{where}: is in part {part}")
     entry = Entry(**{**fields, "shape": tuple(fields["shape"])})
@@ -447,7 +446,7 @@ def _describes(file: Path, buffer: jax.ShapeDtypeStruct) -> bool:
 def verify(directory: Path, progress: Callable[[str, int, int], None]) -> int:
     """Read every array again and compare its digest; the bytes read. CheckpointError lists what differs."""
     manifest = Manifest.read(directory)
-    for name, digest in manifest.files.items():
+    for name, digest in {**manifest.files, RECIPE: manifest.recipe}.items():
         file = directory / name
         if not file.is_file():
             raise CheckpointError(f"{file}: no such file; converting again copies it")

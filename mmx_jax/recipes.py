@@ -20,7 +20,7 @@ RECIPES = ("bf16", "int8", "int4_g64", "int3_g64", "fp8", "mxfp8", "nvfp4")
 UNQUANTISED = ("bfloat16", "float32")
 # Selection is discrete: what chooses blocks is held in 8 bits or more.
 INDEXER_FORMATS = (*UNQUANTISED, "int8", "int8_g64", "fp8", "mxfp8")
-MATRICES = ("gate", "up", "down")
+_MATRICES = ("gate", "up", "down")
 _NORM = "norms are small and every number passes them"
 _ROUTER = "the router's choice is discrete"
 # Every kind of parameter below a layer -> why no recipe may quantise it, or None.
@@ -31,7 +31,7 @@ _OF_A_LAYER: Mapping[str, str | None] = {
     ),
     **dict.fromkeys(("moe.router.weight", "moe.router.bias"), _ROUTER),
     **dict.fromkeys(f"attention.{name}" for name in ("q", "k", "v", "o", "indexer.q", "indexer.k")),
-    **dict.fromkeys(f"{mlp}.{name}" for mlp in ("mlp", "moe.experts", "moe.shared") for name in MATRICES),
+    **dict.fromkeys(f"{mlp}.{name}" for mlp in ("mlp", "moe.experts", "moe.shared") for name in _MATRICES),
 }
 _MAX_LAYERS = 256  # a recipe is read without a model: patterns are tried on the layers of any
 # Parameter -> the same, of a model of so many layers, all of which have all kinds.
@@ -83,10 +83,10 @@ def read(path: Path) -> Recipe:
         raise ConfigError(
             f'{path}: formats: expected an object from patterns to formats, the last pattern "*", and no more'
         )
+    allowed = [name for name in FORMATS if name != "float64"]
     for pattern, form in formats.items():
-        if form not in map(str, FORMATS) or form == "float64":
-            allowed = ", ".join(name for name in FORMATS if name != "float64")
-            raise ConfigError(f"{path}: {pattern!r}: format {form!r} is none of {allowed}")
+        if form not in allowed:
+            raise ConfigError(f"{path}: {pattern!r}: format {form!r} is none of {', '.join(allowed)}")
     recipe, unused = Recipe(formats), set(formats) - {"*"}
     for name, exempt in PARAMETERS.items():
         pattern = recipe.pattern_of(name)
