@@ -21,19 +21,30 @@ def sum_terms(terms_ref: Any, row: Array, lane: Array, mask: Array) -> Array:
     return total
 
 
+def add_terms(x_ref: Any, terms_ref: Any, row: Array, lane: Array, mask: Array) -> Array:
+    """Some numbers of a row of x with the terms added, in the dtype of x; inside a kernel."""
+    x = plt.load(x_ref.at[row, lane], mask=mask, other=0).astype(jnp.float32)
+    return (x + sum_terms(terms_ref, row, lane, mask)).astype(x_ref.dtype)
+
+
+def store_norm(x: Array, squares: Array | int, weight_ref: Any, out_ref: Any, row: Array, eps: float) -> None:
+    """Write the norm of a row, padded to a power of two, with that sum of squares; inside a kernel."""
+    dim, lane = out_ref.shape[1], jnp.arange(x.size)
+    real = lane < dim
+    weight = plt.load(weight_ref.at[lane], mask=real, other=0)
+    normed = x.astype(jnp.float32) * lax.rsqrt(squares / dim + eps) * (1 + weight)
+    plt.store(out_ref.at[row, lane], normed.astype(out_ref.dtype), mask=real)
+
+
 def _kernel(
     x_ref: Any, terms_ref: Any, weight_ref: Any, out_ref: Any, normed_ref: Any, *, eps: float
 ) -> None:
     row, dim = pl.program_id(0), x_ref.shape[1]
     lane = jnp.arange(pl.next_power_of_2(dim))
-    real = lane < dim
-    x = plt.load(x_ref.at[row, lane], mask=real, other=0).astype(jnp.float32)
-    x = (x + sum_terms(terms_ref, row, lane, real)).astype(out_ref.dtype)
-    plt.store(out_ref.at[row, lane], x, mask=real)
-    x = x.astype(jnp.float32)
-    weight = plt.load(weight_ref.at[lane], mask=real, other=0)
-    normed = x * lax.rsqrt(jnp.sum(x * x, axis=0) / dim + eps) * (1 + weight)
-    plt.store(normed_ref.at[row, lane], normed.astype(normed_ref.dtype), mask=real)
+    x = add_terms(x_ref, terms_ref, row, lane, lane < dim)
+    plt.store(out_ref.at[row, lane], x, mask=lane < dim)
+    squares = jnp.sum(x.astype(jnp.float32) ** 2, axis=0)
+    store_norm(x, squares, weight_ref, normed_ref, row, eps)
 
 
 def supported(call: Call) -> str | None:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.add_norm.triton import sum_terms
+from pallas_kernels.add_norm.triton import add_terms, store_norm
 from pallas_kernels.call import Call
 from pallas_kernels.moe.routing import Routing, max_tiles, tile_rows
 from pallas_kernels.route.reference import RouterWeights
@@ -52,8 +52,7 @@ def _score(
         new = []
         for token, (squares, scores) in zip(tokens, carry, strict=True):
             mask = real & (token < n_tokens)
-            x = plt.load(x_ref.at[token, lane], mask=mask, other=0).astype(jnp.float32)
-            x = (x + sum_terms(terms_ref, token, lane, mask)).astype(out_ref.dtype)
+            x = add_terms(x_ref, terms_ref, token, lane, mask)
             plt.store(out_ref.at[token, lane], x, mask=mask & (block == 0))
             x = x.astype(jnp.float32)
             new.append((squares + x * x, scores + weight * (x * norm)[None, :]))
@@ -149,12 +148,9 @@ def _route(
     @pl.when(program > 0)
     def _() -> None:
         row, lane = jnp.maximum(program - 1, 0), jnp.arange(pl.next_power_of_2(dim))
-        real = lane < dim
         squares = sum(squares_ref[part, row] for part in range(squares_ref.shape[0]))
-        x = plt.load(x_ref.at[row, lane], mask=real, other=0).astype(jnp.float32)
-        weight = plt.load(router.norm.at[lane], mask=real, other=0)
-        normed = x * lax.rsqrt(squares / dim + eps) * (1 + weight)
-        plt.store(normed_ref.at[row, lane], normed.astype(normed_ref.dtype), mask=real)
+        x = plt.load(x_ref.at[row, lane], mask=lane < dim, other=0)
+        store_norm(x, squares, router.norm, normed_ref, row, eps)
 
 
 def supported(call: Call) -> str | None:
