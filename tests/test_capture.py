@@ -35,7 +35,7 @@ def mesh(request: pytest.FixtureRequest) -> Mesh:
         topology = topologies.get_topology_desc(
             platform="cuda", topology_name="h200", topology="1x1x1", target_config=target
         )
-    except (NotImplementedError, RuntimeError) as error:
+    except NotImplementedError as error:
         pytest.skip(f"no plugin that compiles for a GPU: {error}")
     return Mesh(np.array(topology.devices), ("x",))
 
