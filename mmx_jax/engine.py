@@ -36,17 +36,19 @@ LARGE_CHUNK = 2048
 DECODE_STEPS = (1, 8)
 
 # XLA options by platform; the one place where they are set. What XLA_FLAGS names is left to it.
-COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {
+COMPILER_OPTIONS: Mapping[str, Mapping[str, str | bool]] = {
     "gpu": {
         # All that can be captured in a CUDA graph; WHILE, which is not by default, makes a whole decode
         # program one graph.
         "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,"
-        "CONDITIONAL,WHILE"
+        "CONDITIONAL,WHILE",
+        # A sort by CUB cannot be captured, and one in a branch that is not taken breaks the graph as well.
+        "xla_gpu_enable_cub_radix_sort": False,
     }
 }
 
 
-def compiler_options(platform: str) -> dict[str, str]:
+def compiler_options(platform: str) -> dict[str, str | bool]:
     """The options for a platform, without those that the user set."""
     options, set_by_user = COMPILER_OPTIONS.get(platform, {}), os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if f"--{name}=" not in set_by_user}

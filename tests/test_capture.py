@@ -23,7 +23,7 @@ from mmx_jax.loading import Settings, Source
 from mmx_jax.mesh import make_mesh
 
 LAYERS, DENSE = 5, 3
-LARGE = 2 << 20  # bytes: less than a router's weight, or pages of index keys; more than a row's logits
+LARGE = 3 << 20  # bytes: less than a router's weight, or pages of index keys; more than the noise of a row
 
 
 @pytest.fixture(scope="module", params=["described", pytest.param("real", marks=pytest.mark.gpu)])
@@ -51,7 +51,12 @@ def program(mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
             xla_bridge, "canonicalize_platform", lambda name: "cuda" if name == "gpu" else known(name)
         )
         patch.setattr("mmx_jax.loading.make_mesh", lambda: mesh)
-        options = compiler_options("gpu") | {"xla_dump_to": str(dump), "xla_gpu_autotune_level": "0"}
+        options = {
+            "xla_dump_to": str(dump),
+            "xla_gpu_autotune_level": "0",
+            # Without a GPU, CUB would not be tried where it may be used; so it is an error.
+            "xla_gpu_deviceless_cub_mode": "DEVICELESS_CUB_FORCE_ON_NO_FALLBACK",
+        } | compiler_options("gpu")
         patch.setattr("mmx_jax.engine.compiler_options", lambda platform: options)
         settings = Settings(kernels="pallas", recipe="int4_g64", layers=LAYERS)
         source = Source(bundled("minimax_m3.json"), settings)
@@ -59,7 +64,7 @@ def program(mesh: Mesh, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
         context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)  # of the thread that compiles
         pool = partial(ThreadPoolExecutor, 1, initializer=context.__enter__)
         patch.setattr("mmx_jax.engine.ThreadPoolExecutor", pool)
-        engine = Engine(model, source.ops, mesh, max_length=4096, chunks=(), steps=(8,))
+        engine = Engine(model, source.ops, mesh, max_length=16384, chunks=(), steps=(8,))
     (thunks,) = (file for file in dump.glob("*thunk_sequence_after*") if "body" in file.read_text())
     return engine.programs["decode 1x8"].run.as_text(), thunks.read_text()
 

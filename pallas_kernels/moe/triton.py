@@ -78,7 +78,7 @@ def _gate_up(
 ) -> None:
     n, program = pl.program_id(0), pl.program_id(1)
     n_tokens = shared_x_ref.shape[0]
-    shared_tiles = pl.cdiv(n_tokens, n_rows)
+    shared_tiles = 0 if shared is None else pl.cdiv(n_tokens, n_rows)
 
     def compute(
         weight: TiledTensor,
@@ -139,7 +139,7 @@ def _down(
 ) -> None:
     n, program = pl.program_id(0), pl.program_id(1)
     top_k, (n_tokens, d_model) = routing.experts.shape[1], terms_ref.shape[1:]
-    shared_tiles = pl.cdiv(n_tokens, n_rows)
+    shared_tiles = 0 if shared is None else pl.cdiv(n_tokens, n_rows)
     column = n * ROWS + jnp.arange(ROWS)
 
     def store(term: Array | int, token: Array, live: Array, y: Array) -> None:
@@ -147,16 +147,14 @@ def _down(
         token = jnp.where(live, token, n_tokens)[None, :]
         plt.store(terms_ref.at[term, token, column[:, None]], y, mask=mask)
 
-    @pl.when(program < shared_tiles)
-    def _() -> None:
-        token, live = _neighbours(program, n_rows, n_tokens)
-        if shared is not None:
+    if shared is not None:
+
+        @pl.when(program < shared_tiles)
+        def _() -> None:
+            token, live = _neighbours(program, n_rows, n_tokens)
             steps = (0, n_steps(shared))
             y = tile_dot(shared, (n,), shared_hidden_ref, token, live, steps, interpret)
             store(top_k, token, live, y)
-        for term in range(top_k):  # padding, which no expert has
-            expert = plt.load(routing.experts.at[token, term], mask=live, other=0)
-            store(term, token, live & (expert >= experts.data.shape[0]), jnp.zeros((ROWS, n_rows)))
 
     tile = jnp.maximum(program - shared_tiles, 0)
     expert = routing.tile_expert[tile]
@@ -168,6 +166,13 @@ def _down(
         token, term = lax.div(pair, top_k), lax.rem(pair, top_k)
         weight = plt.load(routing.weights.at[token, term], mask=live, other=0)
         store(term[None, :], token, live, y * weight[None, :])
+
+    @pl.when(program < pl.cdiv(n_tokens, n_rows))
+    def _() -> None:
+        token, live = _neighbours(program, n_rows, n_tokens)
+        for term in range(top_k):  # padding, which no expert has
+            expert = plt.load(routing.experts.at[token, term], mask=live, other=0)
+            store(term, token, live & (expert >= experts.data.shape[0]), jnp.zeros((ROWS, n_rows)))
 
 
 def _swigluoai(y: Float[Array, "64 T"], alpha: float, limit: float) -> Float[Array, "32 T"]:
@@ -240,9 +245,10 @@ def moe(
         constants = {"alpha": alpha, "limit": limit, "interpret": interpret}
         return jnp.concatenate([moe(x, routing, experts, None, **constants), mlp(x, shared, **constants)])
     n_rows = MIN_TILE_ROWS
-    tiles = pl.cdiv(n_tokens, n_rows) + routing.tile_expert.shape[0]
+    tiles = routing.tile_expert.shape[0]
     gate_up, down, shared_x, shared_hidden = None, None, x, None
     if shared is not None:
+        tiles += pl.cdiv(n_tokens, n_rows)
         gate_up, down, shared_x = shared.gate_up, shared.down, arrange(x, shared.gate_up)
         shared_hidden = jax.ShapeDtypeStruct((n_tokens, columns(down)), x.dtype)
     hidden = jax.ShapeDtypeStruct((n_tokens * top_k, columns(experts.down)), x.dtype)
