@@ -7,10 +7,10 @@ A row is printed only after its kernel passed the gate: on the same dequantised 
 twice that of plain JAX in bfloat16. Exact is the reference in float32, or float64 on some of the rows.
 
 Times are sums of kernel times by CUPTI, the median over calls whose inputs rotate (other experts, weights or
-pages each time), so that the L2 cache is cold; all kernels of the operation count. Bytes are those that must
-be read: weights or keys and values as they are at rest, and their scales. `read` is the share of the rate at
-which a plain sum reads 4 GiB in the same run. With `--peer`, humming-kernels' two int4 matmuls run on the
-same experts. The last line is JSON.
+pages each time), so that the L2 cache is cold; all kernels of the operation count, `kernels` has each. Bytes
+are those that must be read: weights or keys and values as they are at rest, and their scales. `read` is the
+share of the rate at which a plain sum reads 4 GiB in the same run. With `--peer`, humming-kernels' two int4
+matmuls run on the same experts. The last line is JSON.
 """
 
 import argparse
@@ -33,28 +33,37 @@ OPERATIONS = ("moe", "qmatmul", "attention", "dense attention")
 WARM_UP = 20
 
 
-def kernel_us(calls: Sequence[Callable[[], Any]], warm_up: int = WARM_UP) -> float:
-    """Microseconds of kernel time per call, the median over the calls, which run one after the other."""
+def kernel_times(calls: Sequence[Callable[[], Any]], warm_up: int = WARM_UP) -> dict[str, float]:
+    """Kernel -> its microseconds per call, the median over the calls, which run one after the other."""
     cupti: Any = import_module("jax._src.lib.mosaic_gpu")._mosaic_gpu_ext
     # An idle GPU runs at a low clock at first.
     for i in range(max(warm_up, len(calls))):
         jax.block_until_ready(calls[i % len(calls)]())
-    times: list[tuple[str, float]] = []
-    while not times or len(times) % len(calls):  # now and then a kernel is missing from the record
+    found: list[tuple[str, float]] = []
+    while not found or len(found) % len(calls):  # now and then a kernel is missing from the record
         cupti._cupti_init()
         try:
             results = [call() for call in calls]
             jax.block_until_ready([r for r in results if r is not None])
         finally:
-            times = cupti._cupti_get_timings(False)
-    milliseconds = np.array([ms for _, ms in times]).reshape(len(calls), -1).sum(axis=1)
-    return float(np.median(milliseconds)) * 1e3
+            found = cupti._cupti_get_timings(False)
+    names = [name for name, _ in found[: len(found) // len(calls)]]
+    microseconds = 1e3 * np.array([ms for _, ms in found]).reshape(len(calls), -1)
+    typical = np.argsort(microseconds.sum(axis=1))[len(calls) // 2]
+    times = dict.fromkeys(names, 0.0)
+    for name, us in zip(names, microseconds[typical], strict=True):
+        times[name] += float(us)
+    return times
 
 
-def time(function: Callable, inputs: Sequence[tuple], warm_up: int = WARM_UP) -> float:
-    """`kernel_us` of a function, compiled here, over its inputs."""
-    jitted = jax.jit(lambda *arguments: function(*arguments))
-    return kernel_us([lambda a=a: jitted(*a) for a in inputs], warm_up)
+def kernel_us(calls: Sequence[Callable[[], Any]], warm_up: int = WARM_UP) -> float:
+    """Microseconds of kernel time per call: that of the median call."""
+    return sum(kernel_times(calls, warm_up).values())
+
+
+def time(compiled: Callable, inputs: Sequence[tuple], warm_up: int = WARM_UP) -> float:
+    """`kernel_us` of a jitted function over its inputs."""
+    return kernel_us([lambda a=a: compiled(*a) for a in inputs], warm_up)
 
 
 def gate(got: Array, reference: Array, exact: Array | np.ndarray) -> tuple[float, bool]:
@@ -68,17 +77,19 @@ def gate(got: Array, reference: Array, exact: Array | np.ndarray) -> tuple[float
 
 def measure(w: Workload, read: float, peer: bool) -> dict[str, Any]:
     """One row of the table; SystemExit if the gate does not pass."""
-    ratio, passed = gate(*w.check())
+    kernel, reference = jax.jit(w.kernel), jax.jit(w.reference)
+    ratio, passed = gate(*w.check(kernel, reference))
     if not passed:
         raise SystemExit(
             f"{w.op} {w.name} {w.format}, {w.size}: error {ratio:.2f} times the reference's, more than 2"
         )
-    us = time(w.kernel, w.inputs)
-    reference_us = time(w.reference, w.reference_inputs, warm_up=1)
+    times = kernel_times([lambda a=a: kernel(*a) for a in w.inputs])
+    us = sum(times.values())
+    reference_us = time(reference, w.reference_inputs, warm_up=1)
     rate = w.n_bytes / us / 1e6
     row: dict[str, Any] = {"op": w.op, "name": w.name, "format": w.format, "size": w.size, "us": round(us, 1)}
     row |= {"TB/s": round(rate, 2), "read": round(rate / read, 3), "x reference": round(reference_us / us, 2)}
-    row["error"] = round(ratio, 2)
+    row |= {"error": round(ratio, 2), "kernels": {name: round(part, 1) for name, part in times.items()}}
     if peer and w.op == "moe" and w.format == "int4_g64":
         from pallas_kernels.peers import humming_int4
 
@@ -100,7 +111,7 @@ def main() -> None:
     if device.platform != "gpu":
         sys.exit(f"error: the kernels need an NVIDIA GPU, this device is {device.platform}")
     words = jax.jit(jax.random.bits, static_argnums=1)(jax.random.key(0), (1 << 30,))
-    read = words.nbytes / time(jnp.sum, [(words,)] * 3) / 1e6
+    read = words.nbytes / time(jax.jit(jnp.sum), [(words,)] * 3) / 1e6
     del words
     print(f"read {read:.2f} TB/s", flush=True)
     rows = []

@@ -84,6 +84,9 @@ def best(op: str, seconds: Callable[[Mapping[str, int]], Sequence[float]]) -> tu
 
 def main() -> None:
     from pallas_kernels.bench import time
+    from pallas_kernels.tuning import (
+        trying,
+    )  # run as a program, this file is another module than kernels read
     from pallas_kernels.workloads import Workload, workloads
 
     p = argparse.ArgumentParser(prog="python -m pallas_kernels.tuning", description="Tune the kernels.")
@@ -111,7 +114,7 @@ def main() -> None:
         ) -> list[float]:
             with trying(op, values):
                 try:
-                    times = [time(w.kernel, w.inputs) for w in examples]
+                    times = [time(jax.jit(lambda *a, f=w.kernel: f(*a)), w.inputs) for w in examples]
                 except jax.errors.JaxRuntimeError:  # more registers or shared memory than there are
                     times = [math.inf] * len(examples)
             print(op, dict(values), *(f"{us:.1f}" for us in times), flush=True)

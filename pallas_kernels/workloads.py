@@ -46,7 +46,7 @@ class Workload:
     """One row of the table: a kernel and its reference on the same numbers.
 
     `inputs` and `reference_inputs` are arguments of `kernel` and `reference`, one tuple for each call.
-    `check` gives the kernel's result, the reference's and an exact one for the gate, or says what is wrong.
+    `check` takes both, jitted, and gives the kernel's result, the reference's and an exact one for the gate.
     """
 
     op: str
@@ -58,7 +58,7 @@ class Workload:
     inputs: Sequence[tuple]
     reference: Callable
     reference_inputs: Sequence[tuple]
-    check: Callable[[], tuple[Array, Array, Array | np.ndarray]]
+    check: Callable[[Callable, Callable], tuple[Array, Array, Array | np.ndarray]]
     experts: tuple[np.ndarray, ...] = ()
 
 
@@ -127,9 +127,9 @@ def moe(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]:
             x = _normal(jax.random.key(t), (t, D), jnp.bfloat16)
             kernel, reference = (summed(partial(f, **constants)) for f in (moe_triton.moe, moe_reference))
 
-            def check(kernel=kernel, reference=reference, x=x, r=routings[0], packed=packed, weights=weights):
-                exact = jax.jit(reference)(x.astype(jnp.float32), r, weights, None)
-                return jax.jit(kernel)(x, r, packed, None), jax.jit(reference)(x, r, weights, None), exact
+            def check(kernel, reference, x=x, r=routings[0], packed=packed, weights=weights):
+                exact = reference(x.astype(jnp.float32), r, weights, None)
+                return kernel(x, r, packed, None), reference(x, r, weights, None), exact
 
             active = float(np.mean([len(np.unique(c)) for c in chosen]))
             yield Workload(
@@ -158,11 +158,10 @@ def qmatmul(formats: Sequence[str], tokens: Sequence[int]) -> Iterator[Workload]
             for t in tokens:
                 x = _normal(jax.random.key(t), (t, columns), jnp.bfloat16)
 
-                def check(x=x, w=weights[0], packed=packed[0], step=rows // 256):
+                def check(kernel, reference, x=x, w=weights[0], packed=packed[0], step=rows // 256):
                     some = w.dequantize()[::step]
                     exact = np.asarray(x, np.float64) @ np.asarray(some, np.float64).T
-                    rounded = (jax.jit(f)(x, a)[:, ::step] for f, a in ((kernel, packed), (reference, w)))
-                    return *rounded, exact
+                    return kernel(x, packed)[:, ::step], reference(x, w)[:, ::step], exact
 
                 yield Workload(
                     "qmatmul",
@@ -228,10 +227,10 @@ def attention(contexts: Sequence[tuple[int, int]], dense: bool, kv_format: str) 
             inputs.append((q, index_q, pages, jnp.asarray(table), lengths[:, None] - 1, lengths))
         kernel, reference = attend(attention_triton.block_attention), attend(block_attention)
 
-        def check(kernel=kernel, reference=reference, arguments=inputs[0]):
+        def check(kernel, reference, arguments=inputs[0]):
             query, *rest = arguments
-            exact = jax.jit(reference)(query.astype(jnp.float32), *rest)
-            return jax.jit(kernel)(*arguments), jax.jit(reference)(*arguments), exact
+            exact = reference(query.astype(jnp.float32), *rest)
+            return kernel(*arguments), reference(*arguments), exact
 
         per_key = kv_bytes if dense else 2 * INDEX
         chosen = 0 if dense else min(P, n_blocks) * C * kv_bytes

@@ -1,8 +1,12 @@
 """The kernels' parameters: where they come from, and how the best are found."""
 
+import itertools
 import json
 import math
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -47,6 +51,32 @@ def test_the_best_has_the_least_geometric_mean() -> None:
     chosen, gain = tuning.best("moe", lambda v: times.get((v["warps"], v["stages"]), (math.inf, math.inf)))
     assert chosen == {"warps": 4, "stages": 4}
     assert gain == pytest.approx((40 / 9) ** 0.5)
+
+
+@pytest.mark.filterwarnings("ignore:'pallas_kernels.tuning' found in sys.modules:RuntimeWarning")
+def test_the_program_tries_its_candidates_on_the_kernels(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fastest is written, by whatever parameters the kernels see while they are traced."""
+    seen = []
+
+    def kernel() -> None:
+        seen.append(dict(tuning.parameters("moe")))
+
+    def time(compiled, inputs) -> float:
+        compiled(*inputs[0])
+        return abs(seen[-1]["stages"] - 2) + seen[-1]["warps"]
+
+    work = SimpleNamespace(kernel=kernel, inputs=[()])
+    monkeypatch.setattr("pallas_kernels.workloads.workloads", lambda *_: [work])
+    monkeypatch.setattr("pallas_kernels.bench.time", time)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform="gpu", device_kind="Some GPU")])
+    out = tmp_path / "some_gpu.json"
+    monkeypatch.setattr(sys, "argv", ["tuning", "--op", "moe", "--out", str(out)])
+    runpy.run_module("pallas_kernels.tuning", run_name="__main__")
+    candidates = itertools.product(*tuning.CANDIDATES["moe"].values())
+    assert seen == [dict(zip(tuning.CANDIDATES["moe"], values, strict=True)) for values in candidates]
+    assert json.loads(out.read_text())["parameters"] == {"moe": {"warps": 4, "stages": 2}}
 
 
 def test_file_names() -> None:

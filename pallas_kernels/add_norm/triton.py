@@ -14,15 +14,15 @@ from pallas_kernels.call import Call
 
 
 def sum_terms(terms_ref: Any, row: Array, lane: Array, mask: Array) -> Array:
-    """The sum over the terms of some numbers of a row, in float32; inside a kernel."""
-    total = jnp.zeros(lane.shape, jnp.float32)
+    """The sum over the terms of some numbers of a row, or of rows, in float32; inside a kernel."""
+    total = jnp.zeros(mask.shape, jnp.float32)
     for p in range(terms_ref.shape[0]):
         total += plt.load(terms_ref.at[p, row, lane], mask=mask, other=0)
     return total
 
 
 def add_terms(x_ref: Any, terms_ref: Any, row: Array, lane: Array, mask: Array) -> Array:
-    """Some numbers of a row of x with the terms added, in the dtype of x; inside a kernel."""
+    """Some numbers of a row of x, or of rows, with the terms added, in the dtype of x; inside a kernel."""
     x = plt.load(x_ref.at[row, lane], mask=mask, other=0).astype(jnp.float32)
     return (x + sum_terms(terms_ref, row, lane, mask)).astype(x_ref.dtype)
 
@@ -69,7 +69,7 @@ def add_norm(
         grid=(rows.shape[0],),
         in_specs=[pl.no_block_spec] * 3,
         out_specs=[pl.no_block_spec] * 2,
-        compiler_params=plt.CompilerParams(num_warps=8),
+        compiler_params=plt.CompilerParams(num_warps=32),
         interpret=interpret,
         name="add_norm",
     )(*operands)

@@ -20,8 +20,11 @@ from pallas_kernels.call import Call
 from pallas_kernels.moe.routing import Routing, max_tiles, tile_rows
 from pallas_kernels.route.reference import RouterWeights
 
-PARTS = 8  # of the contracted axis
-LANES = 128
+EXPERTS = 64  # of one program that scores
+LANES = 64
+MAX_ROWS = 32
+MAX_PARTS = 48
+MAX_SCORES = 512  # of an expert: tokens times parts
 LOWEST = -1e30  # below any score, above those that are out
 
 
@@ -34,37 +37,36 @@ def _score(
     scores_ref: Any,  # [parts, T, E]
     *,
     n_rows: int,
-    n_experts: int,
     steps: int,
 ) -> None:
     part, block, tile = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     n_tokens, dim = x_ref.shape
-    tokens = [tile * n_rows + i for i in range(n_rows)]
-    expert = block * n_experts + jnp.arange(n_experts)
-    is_expert = expert < scores_ref.shape[2]
+    token = tile * n_rows + jnp.arange(n_rows)
+    expert = block * EXPERTS + jnp.arange(EXPERTS)
+    is_token, is_expert = token < n_tokens, expert < scores_ref.shape[2]
 
-    def step(i: Array, carry: list[tuple[Array, Array]]) -> list[tuple[Array, Array]]:
+    def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        squares, scores = carry
         lane = i * LANES + jnp.arange(LANES)
         real = lane < dim
-        at = router.weight.at[expert[:, None], lane[None, :]]
-        weight = plt.load(at, mask=is_expert[:, None] & real[None, :], other=0)
-        norm = 1 + plt.load(router.norm.at[lane], mask=real, other=0)
-        new = []
-        for token, (squares, scores) in zip(tokens, carry, strict=True):
-            mask = real & (token < n_tokens)
-            x = add_terms(x_ref, terms_ref, token, lane, mask)
-            plt.store(out_ref.at[token, lane], x, mask=mask & (block == 0))
-            x = x.astype(jnp.float32)
-            new.append((squares + x * x, scores + weight * (x * norm)[None, :]))
-        return new
+        mask = is_token[:, None] & real[None, :]
+        x = add_terms(x_ref, terms_ref, token[:, None], lane[None, :], mask)
+        plt.store(out_ref.at[token[:, None], lane[None, :]], x, mask=mask & (block == 0))
+        mask = is_expert[:, None] & real[None, :]
+        weight = plt.load(router.weight.at[expert[:, None], lane[None, :]], mask=mask, other=0)
+        weight *= 1 + plt.load(router.norm.at[lane], mask=real, other=0)[None, :]
+        for _ in range(3):  # float32 is the sum of three bfloat16, and x is one: the products are exact
+            high = weight.astype(x.dtype)
+            scores += plt.dot(high, x, trans_b=True)
+            weight -= high.astype(jnp.float32)
+        return squares + jnp.sum(x.astype(jnp.float32) ** 2, axis=1), scores
 
-    zeros = jnp.zeros(LANES, jnp.float32), jnp.zeros((n_experts, LANES), jnp.float32)
+    zeros = jnp.zeros(n_rows, jnp.float32), jnp.zeros((EXPERTS, n_rows), jnp.float32)
     last = jnp.minimum((part + 1) * steps, pl.cdiv(dim, LANES))
-    sums = lax.fori_loop(part * steps, last, step, [zeros] * n_rows)
-    for token, (squares, scores) in zip(tokens, sums, strict=True):
-        is_token = token < n_tokens
-        plt.store(squares_ref.at[part, token], jnp.sum(squares, axis=0), mask=is_token & (block == 0))
-        plt.store(scores_ref.at[part, token, expert], jnp.sum(scores, axis=1), mask=is_expert & is_token)
+    squares, scores = lax.fori_loop(part * steps, last, step, zeros)
+    plt.store(squares_ref.at[part, token], squares, mask=is_token & (block == 0))
+    at = scores_ref.at[part, token[None, :], expert[:, None]]
+    plt.store(at, scores, mask=is_expert[:, None] & is_token[None, :])
 
 
 def _choose(scores_ref: Any, squares_ref: Any, bias_ref: Any, valid_ref: Any, routing: Any, dim, eps, scale):
@@ -171,9 +173,11 @@ def route(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Routing]:
     """As the reference defines it; entries of `Routing.order` that are in no tile are anything."""
     (n_tokens, dim), n_experts = x.shape, router.bias.shape[0]
-    n_rows, block = (1, 8) if n_tokens == 1 else (4, 16)
-    steps = pl.cdiv(pl.cdiv(dim, LANES), PARTS)
-    parts = pl.cdiv(pl.cdiv(dim, LANES), steps)
+    n_rows = max(8, min(pl.next_power_of_2(n_tokens), MAX_ROWS))
+    # One program reads all parts of all tokens: few tokens may have many.
+    all_steps = pl.cdiv(dim, LANES)
+    steps = pl.cdiv(all_steps, min(max(MAX_SCORES // n_tokens, 1), MAX_PARTS))
+    parts = pl.cdiv(all_steps, steps)
     same = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def float32(*shape: int) -> Any:
@@ -188,12 +192,12 @@ def route(
     operands = x, terms, router
     out = same, float32(parts, n_tokens), float32(parts, n_tokens, n_experts)
     x, squares, scores = pl.pallas_call(
-        partial(_score, n_rows=n_rows, n_experts=block, steps=steps),
+        partial(_score, n_rows=n_rows, steps=steps),
         out_shape=out,
-        grid=(parts, pl.cdiv(n_experts, block), pl.cdiv(n_tokens, n_rows)),
+        grid=(parts, pl.cdiv(n_experts, EXPERTS), pl.cdiv(n_tokens, n_rows)),
         in_specs=specs(operands),
         out_specs=specs(out),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="router_scores",
     )(*operands)
