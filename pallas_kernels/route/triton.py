@@ -20,12 +20,28 @@ from pallas_kernels.call import Call
 from pallas_kernels.moe.routing import Routing, max_tiles, tile_rows
 from pallas_kernels.route.reference import RouterWeights
 
-EXPERTS = 64  # of one program that scores
-LANES = 64
-MAX_ROWS = 32
-MAX_PARTS = 48
+# What one program scores: of one token, and of several.
+ONE_EXPERTS, ONE_LANES = 4, 1024
+EXPERTS, LANES, MAX_ROWS = 64, 64, 32
 MAX_SCORES = 512  # of an expert: tokens times parts
 LOWEST = -1e30  # below any score, above those that are out
+
+
+def _score_one(
+    x_ref: Any, terms_ref: Any, router: Any, out_ref: Any, squares_ref: Any, scores_ref: Any
+) -> None:
+    """For one token, a matter of latency: no loop, so that all of a program's loads are under way at once."""
+    part, block, token = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    lane, expert = part * ONE_LANES + jnp.arange(ONE_LANES), block * ONE_EXPERTS + jnp.arange(ONE_EXPERTS)
+    real, is_expert = lane < x_ref.shape[1], expert < scores_ref.shape[2]
+    x = add_terms(x_ref, terms_ref, token, lane, real)
+    plt.store(out_ref.at[token, lane], x, mask=real & (block == 0))
+    x = x.astype(jnp.float32)
+    plt.store(squares_ref.at[part, token], jnp.sum(x * x, axis=0), mask=block == 0)
+    x *= 1 + plt.load(router.norm.at[lane], mask=real, other=0)
+    mask = is_expert[:, None] & real[None, :]
+    weight = plt.load(router.weight.at[expert[:, None], lane[None, :]], mask=mask, other=0)
+    plt.store(scores_ref.at[part, token, expert], jnp.sum(weight * x[None, :], axis=1), mask=is_expert)
 
 
 def _score(
@@ -173,11 +189,16 @@ def route(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Routing]:
     """As the reference defines it; entries of `Routing.order` that are in no tile are anything."""
     (n_tokens, dim), n_experts = x.shape, router.bias.shape[0]
-    n_rows = max(8, min(pl.next_power_of_2(n_tokens), MAX_ROWS))
-    # One program reads all parts of all tokens: few tokens may have many.
-    all_steps = pl.cdiv(dim, LANES)
-    steps = pl.cdiv(all_steps, min(max(MAX_SCORES // n_tokens, 1), MAX_PARTS))
-    parts = pl.cdiv(all_steps, steps)
+    if n_tokens == 1:
+        score, parts = _score_one, pl.cdiv(dim, ONE_LANES)
+        grid = parts, pl.cdiv(n_experts, ONE_EXPERTS), 1
+    else:
+        n_rows = max(8, min(pl.next_power_of_2(n_tokens), MAX_ROWS))
+        all_steps = pl.cdiv(dim, LANES)
+        # One program of the next kernel reads all parts of all tokens: few tokens may have many.
+        steps = pl.cdiv(all_steps, max(MAX_SCORES // n_tokens, 1))
+        score, parts = partial(_score, n_rows=n_rows, steps=steps), pl.cdiv(all_steps, steps)
+        grid = parts, pl.cdiv(n_experts, EXPERTS), pl.cdiv(n_tokens, n_rows)
     same = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def float32(*shape: int) -> Any:
@@ -192,9 +213,9 @@ def route(
     operands = x, terms, router
     out = same, float32(parts, n_tokens), float32(parts, n_tokens, n_experts)
     x, squares, scores = pl.pallas_call(
-        partial(_score, n_rows=n_rows, steps=steps),
+        score,
         out_shape=out,
-        grid=(parts, pl.cdiv(n_experts, EXPERTS), pl.cdiv(n_tokens, n_rows)),
+        grid=grid,
         in_specs=specs(operands),
         out_specs=specs(out),
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=2),
