@@ -16,6 +16,7 @@ from pallas_kernels.formats import E4M3
 from pallas_kernels.precision import TINY, divide, nearest, wide
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PagedRows:
     """B sequences with T new tokens each, and the pages behind them.

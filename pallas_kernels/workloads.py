@@ -188,10 +188,17 @@ def _rounded(key: Array, shape: tuple[int, ...], kv_format: str) -> tuple[Array,
     return jax.lax.map(page, jax.random.split(key, shape[0]))
 
 
-def _pages(kv_format: str) -> LayerPages:
-    keys = jax.random.split(jax.random.key(0), 3)
-    shape = (POOL, K, C, H)
-    index_k = _normal(keys[2], (POOL, C, INDEX), jnp.bfloat16)
+def random_pages(
+    n_pages: int,
+    kv_format: str,
+    dims: tuple[int, int, int] = (K, C, H),
+    index: int | None = INDEX,
+    seed: int = 0,
+) -> LayerPages:
+    """One layer's pages of normal numbers; `dims` are KV heads, block size and head dim."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shape = (n_pages, *dims)
+    index_k = None if index is None else _normal(keys[2], (n_pages, dims[1], index), jnp.bfloat16)
     if kv_format == "bfloat16":
         k, v = (_normal(key, shape, jnp.bfloat16) for key in keys[:2])
         return LayerPages(k, v, index_k)
@@ -210,7 +217,7 @@ def attention(contexts: Sequence[tuple[int, int]], dense: bool, kv_format: str) 
 
         return run
 
-    key, pages = jax.random.key(1), _pages(kv_format)
+    key, pages = jax.random.key(1), random_pages(POOL, kv_format)
     kv_bytes = sum(a.nbytes for a in jax.tree.leaves(replace(pages, index_k=None))) // (POOL * C)  # of a key
     for n_rows, thousands in contexts:
         n_keys = thousands * 1024

@@ -246,4 +246,4 @@ def test_compiler_options_are_left_to_the_user(monkeypatch: pytest.MonkeyPatch) 
     assert "WHILE" in compiler_options("gpu")[name].split(",")
     assert compiler_options("cpu") == {}
     monkeypatch.setenv("XLA_FLAGS", f"--xla_gpu_autotune_level=0 --{name}=FUSION")
-    assert compiler_options("gpu") == {}
+    assert compiler_options("gpu") == {"xla_gpu_enable_cub_radix_sort": False}
