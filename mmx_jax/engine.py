@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -132,7 +133,7 @@ class Engine:
     `ops(rows, new tokens)` chooses the operations of a program. A model in the kernels' order takes any.
 
     `chunks` are the prefill lengths, the first for all rows at once and the others for one row; `steps` the
-    tokens per decode call. Each length is a program.
+    tokens per decode call. Each length is a program. `options` go to the compiler over `COMPILER_OPTIONS`.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Engine:
         stop_ids: Sequence[int] = (),
         chunks: Sequence[int] | None = None,
         steps: Sequence[int] = DECODE_STEPS,
+        options: Mapping[str, str | bool] = MappingProxyType({}),
         progress: Progress = silent,
     ):
         config = model.config
@@ -159,6 +161,7 @@ class Engine:
             chunks = (config.block_size, LARGE_CHUNK) if max_length > LARGE_CHUNK else (config.block_size,)
         self.chunks = [(batch if i == 0 else 1, length) for i, length in enumerate(chunks)]
         self.steps = sorted(steps)
+        self.options = compiler_options(mesh.devices.flat[0].platform) | dict(options)
         self.programs = self._compile(model, ops, progress)
 
     @cached_property
@@ -183,21 +186,24 @@ class Engine:
         new_pages = partial(make_pages, self.config, n_pages, model.dtype, model.kv_format)
         rope = jax.eval_shape(partial(rope_tables, self.config, self.max_length))
         state_args = abstract((leaves, rope, jax.eval_shape(new_pages)))
-        jobs: dict[str, tuple[Callable, tuple]] = {"new pages": (new_pages, ())}
+        # The state is donated (argument 2 is the pages, 3 the batch): its arrays keep their addresses from
+        # call to call, so that a captured graph runs again as it is.
+        jobs: dict[str, tuple[Callable, tuple, tuple[int, ...]]] = {"new pages": (new_pages, (), ())}
         for n in self.steps:
             function = partial(decode, ops=ops(self.batch, 1), stop_ids=self.stop_ids, steps=n)
-            jobs[f"decode {self.batch}x{n}"] = on_leaves(function), (*state_args, abstract(self.idle_batch()))
+            args = (*state_args, abstract(self.idle_batch()))
+            jobs[f"decode {self.batch}x{n}"] = on_leaves(function), args, (2, 3)
         for shape in self.chunks:
             jobs[f"prefill {shape[0]}x{shape[1]}"] = (
                 on_leaves(partial(prefill, ops=ops(*shape))),
                 (*state_args, abstract(self.empty_chunk(*shape))),
+                (2,),
             )
-        options = compiler_options(self.mesh.devices.flat[0].platform)
 
-        def compile_one(function: Callable, args: tuple) -> Program:
+        def compile_one(function: Callable, args: tuple, donated: tuple[int, ...]) -> Program:
             start = time.perf_counter()
-            jitted = jax.jit(function, donate_argnums=(2,) if args else (), out_shardings=place)
-            return Program(jitted.lower(*args).compile(options), time.perf_counter() - start)
+            jitted = jax.jit(function, donate_argnums=donated, out_shardings=place)
+            return Program(jitted.lower(*args).compile(self.options), time.perf_counter() - start)
 
         progress("compiling", 0, len(jobs))
         with ThreadPoolExecutor() as pool:  # XLA compiles each program on one thread

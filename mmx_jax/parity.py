@@ -30,7 +30,7 @@ from mmx_jax.params import AnyWeight
 def run_transformers(tree: M3, windows: Windows, sink: Sink, progress: Progress) -> None:
     """transformers' forward over all windows, layer by layer; the tree must not be packed."""
     dtype = getattr(torch, tree.dtype)
-    config = _text_config(tree.config)
+    config = text_config(tree.config)
     rotary = theirs.MiniMaxM3VLRotaryEmbedding(config)
     embedding = _numbers(tree.embed, dtype)
     hidden = [embedding[torch.from_numpy(ids.astype(np.int64))][None] for ids in windows]
@@ -58,7 +58,8 @@ def run_transformers(tree: M3, windows: Windows, sink: Sink, progress: Progress)
         sink.logits(window, torch.nn.functional.linear(norm(x[0]), head).float().numpy())
 
 
-def _text_config(c: ModelConfig) -> MiniMaxM3VLTextConfig:
+def text_config(c: ModelConfig) -> MiniMaxM3VLTextConfig:
+    """The model's values under transformers' names."""
     config = MiniMaxM3VLTextConfig(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,

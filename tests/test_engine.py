@@ -1,6 +1,7 @@
 """The static programs: what may not change their results, what they may not compile, what they leave."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 
 import jax
@@ -157,17 +158,22 @@ def test_prompts_of_any_length_compile_nothing() -> None:
         jax.monitoring.clear_event_listeners()
 
 
-def test_state_is_donated_and_aliased() -> None:
-    decoding = engine().start(weights(), [Request(prompt(20), 16)])
-    for advance in (decoding.prefill, decoding.step):
-        before = jax.tree.leaves(decoding.pages)
+def test_state_is_donated_and_keeps_its_addresses() -> None:
+    """Pages from the start, the batch once it has been on the device."""
+    decoding = engine().start(weights(), [Request(prompt(20), 24)])
+
+    def advance(step: Callable[[], object], state: Callable[[], object]) -> None:
+        before = jax.tree.leaves(state())
         pointers = sorted(a.unsafe_buffer_pointer() for a in before)
-        advance()
+        step()
         assert all(a.is_deleted() for a in before)
-        after = jax.tree.leaves(decoding.pages)
-        assert sorted(a.unsafe_buffer_pointer() for a in after) == pointers
-    size = sum(a.nbytes for a in jax.tree.leaves(decoding.pages))
-    for name in ("decode 1x8", "prefill 1x8"):
+        assert sorted(a.unsafe_buffer_pointer() for a in jax.tree.leaves(state())) == pointers
+
+    advance(decoding.prefill, lambda: decoding.pages)
+    advance(decoding.step, lambda: decoding.pages)
+    advance(decoding.step, lambda: (decoding.pages, decoding.batch))
+    pages, batch = (sum(a.nbytes for a in jax.tree.leaves(x)) for x in (decoding.pages, decoding.batch))
+    for name, size in (("decode 1x8", pages + batch), ("prefill 1x8", pages)):
         assert engine().programs[name].run.memory_analysis().alias_size_in_bytes == size
 
 
