@@ -85,3 +85,22 @@ def memory_plan(model: M3, batch: int, max_length: int) -> MemoryPlan:
     }
     used = [kind for kind, count in counts.items() if count]
     return MemoryPlan({k: counts[k] for k in used}, {k: sizes[k] for k in used}, state)
+
+
+def step_bytes(model: M3, batch: int, keys: int, experts: float) -> int:
+    """Bytes that decoding one token for each row must read, where a row sees `keys` keys.
+
+    All weights but the embedding and the routed experts, once; of those `experts` in each layer, which are
+    as many as the rows chose together; and for each row keys and values of all blocks in a dense layer, of at
+    most `top_blocks` in a sparse one, and there all index keys.
+    """
+    c = model.config
+    plan = memory_plan(model, 1, c.block_size)  # the state of one block
+    left_out = ("embedding", "routed experts")
+    weights = sum(size for kind, size in plan.weight_bytes.items() if kind not in left_out)
+    weights += plan.weight_bytes.get("routed experts", 0) * experts / c.num_experts
+    blocks = keys / c.block_size
+    n_sparse = sum(c.sparse_layers)
+    read = blocks * (c.num_layers - n_sparse) + min(blocks, c.top_blocks) * n_sparse
+    kv_bytes = plan.state_bytes["K and V pages"] / c.num_layers * read
+    return round(weights + batch * (kv_bytes + plan.state_bytes["index key pages"] * blocks))
