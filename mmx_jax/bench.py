@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace, bars: command.Bars) -> int:
     if args.plot is not None:
-        _pyplot()
+        _check_plot(Path(args.plot))
     command.prepare_jax()
     _check(args)
     rows = list(_transformers(args)) if args.transformers else []  # before JAX takes the GPU's memory
@@ -94,12 +94,12 @@ def _run(args: argparse.Namespace, bars: command.Bars) -> int:
             raise
         raise InputError(f"the device has too little memory: {str(error).splitlines()[0]}") from None
     _print(rows, read)
-    if args.plot is not None:
-        _plot(rows, Path(args.plot))
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     told = {"device": device.device_kind, "jax": jax.__version__, "commit": git.stdout.strip() or None}
     told |= {"config": args.config, "kv_format": args.kv_format, "read": read, "rows": rows}
     print(json.dumps(told), flush=True)
+    if args.plot is not None:
+        _plot(rows, Path(args.plot))
     return 0
 
 
@@ -319,6 +319,15 @@ def _pyplot() -> Any:
     from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
 
     return pyplot
+
+
+def _check_plot(file: Path) -> None:
+    """Before anything is timed."""
+    formats = sorted(_pyplot().FigureCanvasBase.get_supported_filetypes())
+    if file.suffix[1:].lower() not in formats:
+        raise InputError(f"--plot {file}: the name must end in one of {', '.join(formats)}")
+    if not file.parent.is_dir():
+        raise InputError(f"--plot {file}: there is no directory {file.parent}")
 
 
 def _plot(rows: Sequence[dict[str, Any]], file: Path) -> None:

@@ -86,6 +86,8 @@ def test_an_arm_that_is_off_is_not_timed(
         (["--kv-format", "int4"], "kv_format 'int4': expected int8 or fp8"),
         (["--config", "nothing.json"], "nothing.json: no such file"),
         (["--profile"], "--profile: it is about a GPU"),
+        (["--plot", "no/out.png"], "--plot no/out.png: there is no directory no"),
+        (["--plot", "out.foo"], "--plot out.foo: the name must end in one of"),
         (["--arms", "fast"], "argument --arms: invalid choice: 'fast'"),
     ],
 )
