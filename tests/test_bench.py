@@ -57,9 +57,8 @@ def test_a_whole_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         )
 
 
-def test_an_arm_that_is_off_is_not_timed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def kernels_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
     right = add_norm_triton.add_norm
 
     def wrong(*args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
@@ -67,10 +66,24 @@ def test_an_arm_that_is_off_is_not_timed(
         return x, normed * 1.05
 
     monkeypatch.setattr(add_norm_triton, "add_norm", wrong)
+
+
+@pytest.mark.usefixtures("kernels_that_are_off")
+def test_an_arm_that_is_off_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main([*SMALL, "--arms", "kernels"]) == 2
     out, err = capsys.readouterr()
     assert "ms" not in out
     assert "kernels, bf16, 2 layers, 1 rows, 40 keys: error" in err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("kernels_that_are_off")
+def test_what_was_measured_before_a_failure_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main([*SMALL, "--arms", "graph", "kernels"]) == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out.splitlines()[-1])
+    assert [row["arm"] for row in told["rows"]] == ["graph"]
+    assert told["failed"] in err.splitlines()[-1]
+    assert "kernels, bf16, 2 layers, 1 rows, 40 keys: error" in told["failed"]
 
 
 @pytest.mark.parametrize(
