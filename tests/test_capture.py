@@ -76,7 +76,7 @@ def test_a_decode_program_is_one_graph(program: tuple[str, str]) -> None:
 
 
 def test_launches_of_a_layer(program: tuple[str, str]) -> None:
-    launches = re.findall(r"(kCopy|kCustomKernel) +\[.*?\] (\w+?)(?:__\d+)? ", program[1])
+    launches = re.findall(r"(kCopy|kCustomKernel) +\[.*?\] (?:kernel=)?(\w+?)(?:__\d+)?[ ,]", program[1])
     names = [name for _, name in launches]
     ends = [i for i, name in enumerate(names) if name == "moe_down"]
     assert len(ends) == LAYERS - DENSE
