@@ -57,6 +57,10 @@ CASES = {
     "more slots than blocks": Case((5, 40), top_blocks=16, **ODD),
     "negative scores": Case((200, 64), top_blocks=4, index="negative", **ODD),
     "tied scores": Case((208, 150), top_blocks=5, index="tied", **ODD),
+    "many blocks": Case((5597, 1100, 230), top_blocks=5, **ODD | {"block_size": 8, "n_blocks": 700}),
+    "many tied blocks": Case(
+        (5597, 1100), top_blocks=7, index="tied", **ODD | {"block_size": 8, "n_blocks": 700}
+    ),
 }
 
 
