@@ -82,33 +82,43 @@ def _run(args: argparse.Namespace, bars: command.Bars) -> int:
         raise InputError(f"--profile: it is about a GPU, and the device is {device.platform}")
     elif "kernels" in args.arms:
         print("warning: kernels are interpreted here, their times mean nothing", file=sys.stderr)
-    models = [Model(args, layers, form) for form in args.format for layers in args.layers]
-    total = len(models) * len(args.arms) * len(args.batch) * len(args.context)
-    failure = None
     try:
+        models = [Model(args, layers, form) for form in args.format for layers in args.layers]
+        total = len(models) * len(args.arms) * len(args.batch) * len(args.context)
         for done, row in enumerate((row for model in models for row in model.rows(read)), 1):
             rows.append(row)
             bars("measuring", done, total)
             bars.console.print(f"{_where(row)}: {row['median']} ms", highlight=False)
-    except InputError as error:
-        failure = error
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        failure = InputError(f"the device has too little memory: {str(error).splitlines()[0]}")
-    if failure is not None and not rows:
-        raise failure
-    _print(rows, read)  # what was measured before a failure is not lost
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    told = {"device": device.device_kind, "jax": jax.__version__, "commit": git.stdout.strip() or None}
-    told |= {"config": args.config, "kv_format": args.kv_format, "read": read, "rows": rows}
-    told["failed"] = None if failure is None else str(failure)
-    print(json.dumps(told), flush=True)
-    if failure is not None:
-        raise failure
+        raise InputError(f"the device has too little memory: {str(error).splitlines()[0]}") from None
+    finally:
+        if rows:  # what was measured before a failure is not lost
+            _print(rows, read)
+            _print_json(args, rows, read, sys.exception())
     if args.plot is not None:
         _plot(rows, Path(args.plot))
     return 0
+
+
+def _print_json(
+    args: argparse.Namespace,
+    rows: Sequence[dict[str, Any]],
+    read: float | None,
+    failure: BaseException | None,
+) -> None:
+    import jax
+
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    told = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "commit": git.stdout.strip() or None,
+    }
+    told |= {"config": args.config, "kv_format": args.kv_format, "read": read, "rows": rows}
+    told["failed"] = None if failure is None else str(failure)
+    print(json.dumps(told), flush=True)
 
 
 def _check(args: argparse.Namespace) -> None:
